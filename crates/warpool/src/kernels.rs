@@ -16,13 +16,13 @@ struct KernelCache {
 }
 
 struct Module {
-    source: &'static str,
+    source: KernelSource,
     id: ModuleId,
     functions: Vec<(&'static str, FunctionId)>,
 }
 
 impl Device {
-    /// The kernel `name` of `source`, loaded if it was not. Sources are identified by their names.
+    /// The kernel `name` of `source`, loaded if it was not.
     pub(crate) fn kernel(&self, source: &KernelSource, name: &'static str) -> Result<FunctionId> {
         let make = || KernelCache { device: self.id(), modules: Mutex::default() };
         self.extensions().get_or_init(make).get(self.driver(), source, name)
@@ -46,13 +46,13 @@ impl KernelCache {
 
     fn find(&self, source: &KernelSource, name: &str) -> Option<FunctionId> {
         let modules = lock(&self.modules);
-        let module = modules.iter().find(|module| module.source == source.name)?;
+        let module = modules.iter().find(|module| is_same(&module.source, source))?;
         module.functions.iter().find(|(other, _)| *other == name).map(|&(_, function)| function)
     }
 
     fn module(&self, driver: &dyn Driver, source: &KernelSource) -> Result<ModuleId> {
         let find =
-            |modules: &[Module]| modules.iter().find(|module| module.source == source.name).map(|module| module.id);
+            |modules: &[Module]| modules.iter().find(|module| is_same(&module.source, source)).map(|module| module.id);
         if let Some(id) = find(&lock(&self.modules)) {
             return Ok(id);
         }
@@ -60,7 +60,7 @@ impl KernelCache {
         let id = driver.module_load(self.device, source)?;
         let mut modules = lock(&self.modules);
         let Some(first) = find(&modules) else {
-            modules.push(Module { source: source.name, id, functions: Vec::new() });
+            modules.push(Module { source: *source, id, functions: Vec::new() });
             return Ok(id);
         };
         drop(modules);
@@ -68,6 +68,13 @@ impl KernelCache {
         RelaxedMode::run(driver, || Ok(driver.module_unload(id)?))?;
         Ok(first)
     }
+}
+
+/// Whether two sources give the same kernels. Mostly they are the same constant; comparing its text is rare.
+fn is_same(known: &KernelSource, other: &KernelSource) -> bool {
+    known.name == other.name
+        && std::ptr::eq(known.host_kernels, other.host_kernels)
+        && (std::ptr::eq(known.cuda, other.cuda) || known.cuda == other.cuda)
 }
 
 impl Extension for KernelCache {

@@ -73,6 +73,7 @@ pub mod memory;
 mod pool_id;
 mod steps;
 mod sync;
+pub mod typed;
 mod unwind;
 
 pub use warpool_driver as driver;
@@ -86,6 +87,7 @@ pub use instance::{
     STREAMS_PER_POOL, Stream, StreamGuard, StreamLease,
 };
 pub(crate) use sync::lock;
+pub use typed::{DeviceVec, PinnedVec};
 
 /// Compiles and runs the examples of the README.
 #[cfg(doctest)]

@@ -11,6 +11,7 @@ mod measure;
 mod scale;
 mod sim;
 mod sleep;
+mod typed;
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -28,7 +29,7 @@ use measure::{MUTEX_BASELINE, Measurement};
 /// Measures costs, next to a baseline from the same run
 ///
 /// The baseline is locking and unlocking an uncontended mutex. `bench graph` compares with the driver's own graph
-/// launch instead, and `bench scale` with the same operation beside a tenth as many streams, blocks or pools. `bench
+/// launch instead, `bench typed` with the raw calls that typed ones replace, and `bench scale` with the same operation beside a tenth as many streams, blocks or pools. `bench
 /// host` measures allocate-free pairs on one thread and on all threads: every thread times itself, the slowest one
 /// counts, and the baseline is measured by the same threads, each with its own mutex; the fastest of 25 rounds of each
 /// is reported. Each thread also has one block of every size cached. First pinnings are compared with the driver's own
@@ -46,6 +47,7 @@ use measure::{MUTEX_BASELINE, Measurement};
     warpool bench handles --driver sim\n  \
     warpool bench host --driver sim\n  \
     warpool bench sleep --driver cuda\n  \
+    warpool bench typed --driver sim\n  \
     warpool bench scale\n  \
     warpool bench graph --driver cuda --json", list()))]
 pub struct Args {
@@ -123,6 +125,11 @@ const BENCHMARKS: &[Benchmark] = &[
         name: "sleep",
         about: "memory of a tag to sleep and back, next to plain pinned copies",
         run: sleep::run,
+    },
+    Benchmark {
+        name: "typed",
+        about: "host time of typed memory and launches, next to the raw calls",
+        run: typed::run,
     },
     Benchmark {
         name: "scale",

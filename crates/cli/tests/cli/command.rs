@@ -213,6 +213,15 @@ fn getting_a_cached_handle_makes_no_calls() {
 }
 
 #[test]
+fn typed_calls_are_compared_with_raw_ones() {
+    let output = run("bench typed --driver sim --ops 1000 --json");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let rows = rows(&output);
+    assert_eq!(rows.len(), 5);
+    assert!(rows.iter().all(|row| row["baseline"] == "the raw calls" && row["ratio"].is_number()));
+}
+
+#[test]
 fn recorded_programs_are_measured() {
     let recording = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recordings/graphs.native.pickle.xz");
     let rows = objects(&format!("bench alloc --driver sim --recording {recording} --json"), 0);

@@ -2,6 +2,7 @@
 //!
 //! Each kind of failure is a variant of its own; a failed driver call is passed on unchanged.
 
+mod buffer;
 mod generator;
 mod graph;
 mod oom;
@@ -14,6 +15,7 @@ use std::fmt;
 
 use warpool_driver::{DeviceId, DevicePtr, DriverError, HostPtr, StreamId};
 
+pub use buffer::BufferError;
 pub use generator::GeneratorError;
 pub use graph::GraphError;
 pub use oom::{OomCause, OomReport};
@@ -435,6 +437,10 @@ pub enum Error {
     #[error(transparent)]
     Graph(#[from] GraphError),
 
+    /// Wrong use of typed memory, or of a kernel with typed arguments.
+    #[error(transparent)]
+    Buffer(#[from] BufferError),
+
     /// Wrong use of a generator.
     #[error(transparent)]
     Generator(#[from] GeneratorError),
@@ -456,6 +462,95 @@ impl Error {
     pub const fn driver(&self) -> Option<&DriverError> {
         match self {
             Self::Driver(error) => Some(error),
+            _ => None,
+        }
+    }
+
+    /// There was not enough memory, on a device or on the host, or a cap or limit refused it. Freeing memory and trying
+    /// again may help.
+    #[must_use]
+    pub fn is_out_of_memory(&self) -> bool {
+        match self {
+            Self::OutOfMemory(_) | Self::PinnedCap(_) => true,
+            Self::Graph(GraphError::BodyFailed { error }) => error.is_out_of_memory(),
+            _ => self.driver_error().is_some_and(DriverError::is_out_of_memory),
+        }
+    }
+
+    /// A capture failed, or was invalidated by this call or before it. The capture must be ended; the graph can then be
+    /// captured again.
+    #[must_use]
+    pub fn is_capture_broken(&self) -> bool {
+        matches!(self, Self::Graph(GraphError::CaptureFailed { .. } | GraphError::BodyFailed { .. }))
+            || self.driver_error().is_some_and(DriverError::is_capture_forbidden)
+    }
+
+    /// A call that a stream's capture does not allow was refused before it was made: the capture is still valid.
+    #[must_use]
+    pub const fn is_refused_in_capture(&self) -> bool {
+        matches!(
+            self,
+            Self::Graph(GraphError::StreamCaptures { .. } | GraphError::ForeignCapture)
+                | Self::Buffer(BufferError::OrdinaryMemoryInCapture | BufferError::LastUseCaptures { .. })
+        )
+    }
+
+    /// The device cannot be used any more by this process: work on it failed, and every later call fails.
+    #[must_use]
+    pub fn is_device_lost(&self) -> bool {
+        self.driver_error().is_some_and(DriverError::is_sticky)
+    }
+
+    /// Something is not finished or still in use; the same call may succeed later.
+    #[must_use]
+    pub fn is_not_ready(&self) -> bool {
+        match self {
+            Self::ElapsedNotReady
+            | Self::StillInUse { .. }
+            | Self::HostMemoryInUse { .. }
+            | Self::Buffer(BufferError::InUse { .. } | BufferError::BeingQueued { .. }) => true,
+            _ => self.driver_error().is_some_and(DriverError::is_not_ready),
+        }
+    }
+
+    /// The program passed something that cannot be right: a wrong range, length, device, pointer or pool, or objects
+    /// that do not belong together. Trying again does not help.
+    #[must_use]
+    pub const fn is_invalid_argument(&self) -> bool {
+        matches!(
+            self,
+            Self::DeviceOutOfRange { .. }
+                | Self::ForeignInstance { .. }
+                | Self::EventDevice { .. }
+                | Self::EventExists { .. }
+                | Self::StreamDevice { .. }
+                | Self::RequestTooLarge { .. }
+                | Self::PinnedRequestTooLarge { .. }
+                | Self::UnknownPointer { .. }
+                | Self::UnknownPool { .. }
+                | Self::ForeignAllocator { .. }
+                | Self::PoolDevice { .. }
+                | Self::Fraction { .. }
+                | Self::HandleDevice { .. }
+                | Self::HostBounds { .. }
+                | Self::Buffer(
+                    BufferError::Length { .. }
+                        | BufferError::Range { .. }
+                        | BufferError::Rows { .. }
+                        | BufferError::Shape { .. }
+                        | BufferError::Device { .. }
+                        | BufferError::ArgumentCount { .. }
+                        | BufferError::ArgumentSize { .. }
+                        | BufferError::TooManyElements { .. }
+                )
+        )
+    }
+
+    /// The driver's error, also where it is the cause of another.
+    fn driver_error(&self) -> Option<&DriverError> {
+        match self {
+            Self::Driver(error) | Self::Graph(GraphError::CaptureFailed { error }) => Some(error),
+            Self::Graph(GraphError::BodyFailed { error }) => error.driver_error(),
             _ => None,
         }
     }

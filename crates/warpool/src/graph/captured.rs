@@ -11,6 +11,7 @@ use crate::Result;
 use crate::capture::{CaptureSlots, RelaxedMode};
 use crate::generator::CapturedGenerators;
 use crate::memory::{CapturedHostPools, MemPool};
+use crate::typed::CapturedBuffers;
 use crate::unwind::call_each;
 
 const INSTANTIATE: InstantiateOptions = InstantiateOptions { auto_free_on_launch: true, use_node_priority: true };
@@ -26,6 +27,8 @@ pub(super) struct Captured {
     _slots: CaptureSlots,
     host_pools: CapturedHostPools,
     pub(super) generators: CapturedGenerators,
+    /// Typed memory, which replays are ordered with.
+    pub(super) typed: CapturedBuffers,
     /// Held while it is instantiated, and over a replay with generators.
     pub(super) launch_lock: Mutex<()>,
     /// The streams on which replays may be under way.
@@ -50,6 +53,7 @@ impl Captured {
             buffers,
             generators,
             host_pools: slots.take(),
+            typed: slots.take::<CapturedBuffers>().finish(),
             _slots: slots,
             launch_lock: Mutex::default(),
             replay_streams: ReplayStreams::default(),

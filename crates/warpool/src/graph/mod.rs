@@ -103,6 +103,7 @@ mod registration;
 mod replay;
 mod replay_streams;
 mod retired;
+mod step;
 
 pub use crate::capture::Polling;
 pub use crate::error::GraphError;
@@ -116,3 +117,4 @@ pub use graph::Graph;
 pub use graphed_callable::{GraphReport, GraphedCallable, GraphedOptions};
 pub use keys::{BufferKey, BufferOffset, CopyEndpoint, HostKey, HostOffset};
 pub use options::{CaptureOptions, GraphOptions, capture_mode};
+pub use step::Step;

@@ -3,7 +3,9 @@
 //! A replay of a graph without generators is one driver call: no lock, no allocation, no counter. Only the first replay
 //! on each stream does more: it adds the stream to those that the graph's memory waits for when the graph is dropped.
 
-use warpool_driver::GraphExecId;
+use std::panic::Location;
+
+use warpool_driver::{GraphExecId, source_line};
 
 use super::captured::{Captured, instantiate};
 use super::graph::Graph;
@@ -20,7 +22,13 @@ impl Graph {
     /// A replay cannot be captured: on a stream that captures it is [`GraphError::StreamCaptures`], and the capture
     /// stays valid.
     #[inline]
+    #[track_caller]
     pub fn replay(&self, stream: &Stream) -> Result<()> {
+        source_line::at(Location::caller(), || self.replay_in(stream))
+    }
+
+    #[inline]
+    fn replay_in(&self, stream: &Stream) -> Result<()> {
         self.expect_own(stream)?;
         let captured = self.captured()?;
         if self.device.instance().has_captures() {
@@ -31,13 +39,21 @@ impl Graph {
             None => self.exec(captured)?,
         };
         let ticket = captured.replay_streams.ticket(stream.id());
-        if captured.generators.is_empty() {
-            launch::graph(self.device.driver(), exec, stream.id())?;
+        if captured.typed.is_empty() {
+            self.launch(captured, exec, stream)?;
         } else {
-            self.launch_with_generators(captured, exec, stream)?;
+            captured.typed.replay(stream, &mut || self.launch(captured, exec, stream))?;
         }
         captured.replay_streams.launched(stream.id(), ticket, self.device.instance());
         Ok(())
+    }
+
+    #[inline]
+    fn launch(&self, captured: &Captured, exec: GraphExecId, stream: &Stream) -> Result<()> {
+        if captured.generators.is_empty() {
+            return Ok(launch::graph(self.device.driver(), exec, stream.id())?);
+        }
+        self.launch_with_generators(captured, exec, stream)
     }
 
     /// Fails where a launch would invalidate a capture. Called only while captures of graphs are under way.

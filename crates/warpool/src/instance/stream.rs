@@ -111,6 +111,11 @@ impl Stream {
         Ok(self.driver().stream_host_callback(self.id, Arc::new(callback))?)
     }
 
+    /// Gives it a name for the hazards of the simulated GPU; its last one counts.
+    pub fn set_label(&self, label: &str) {
+        self.driver().label_stream(self.id, label);
+    }
+
     /// The stream with an id that is known to exist.
     pub(crate) fn from_id(device: &Device, id: StreamId) -> Self {
         Self { instance: device.instance().clone(), device: device.id(), id }

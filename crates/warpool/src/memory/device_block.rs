@@ -83,6 +83,11 @@ impl DeviceBlock {
         }
     }
 
+    /// The instance whose memory it is.
+    pub(crate) fn instance(&self) -> &Instance {
+        self.allocator.instance()
+    }
+
     /// Its allocator, and the allocation.
     pub(super) fn parts(&self) -> (&Arc<dyn DeviceAllocator>, Allocation) {
         (&self.allocator, self.allocation)

@@ -39,6 +39,7 @@ impl HostTime {
 ///
 /// Peaks of the requests are sums over the front caches: exact for one thread, an upper bound for several.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HostStats {
     /// Pinned segments. PyTorch does not split them, and counts blocks here.
     pub allocations: Stat,

@@ -82,6 +82,7 @@ pub struct PagedAllocator {
 
 /// What a device's pages are used for. Pools with an upstream, and those whose blocks are whole segments, have none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PageStats {
     /// Pages that there are.
     pub pages: u64,

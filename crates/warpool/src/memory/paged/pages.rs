@@ -142,6 +142,7 @@ pub(super) struct PageTable {
 
 /// How often things were done with pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PageTotals {
     /// Pages that were created.
     pub created: u64,

@@ -115,6 +115,7 @@ impl StatByKind {
 
 /// The statistics of one device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Stats {
     /// Allocated blocks.
     pub allocation: StatByKind,

@@ -1,0 +1,190 @@
+//! The memory behind typed vectors and views: a block, the order of its uses, and its label.
+//!
+//! A buffer is shared by its vector and by the graphs that captured work on it; it is freed with the last of them. The
+//! block's own destructor makes no driver call and waits for nothing: the allocator knows every stream that used it.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+use warpool_driver::{Address, DeviceId, DevicePtr};
+
+use super::order::{Span, Uses};
+use crate::error::BufferError;
+use crate::memory::{DeviceBlock, HostBlock};
+use crate::sync::try_lock;
+use crate::{Instance, Result, Stream, lock};
+
+/// Memory of one typed vector.
+pub(crate) struct Buffer {
+    block: Block,
+    uses: Mutex<Uses>,
+    label: OnceLock<Box<str>>,
+    /// Pinned memory alone: whether streams may have uses that the host has not seen completed.
+    pub(super) busy: AtomicBool,
+    /// Pinned memory alone: how many graphs use it.
+    pub(super) graphs: AtomicU32,
+    /// Pinned memory alone: borrows by the host that replays of graphs must respect; -1 is an exclusive one. Begun
+    /// under the lock of the uses.
+    pub(super) host_borrows: AtomicI32,
+    /// Pinned memory alone, with a driver that tracks accesses: whether the host may have written it since a stream
+    /// used it last.
+    pub(super) host_wrote: AtomicBool,
+}
+
+/// Where the memory is.
+pub(super) enum Block {
+    Device(DeviceBlock),
+    /// An empty one does not know its instance.
+    Pinned(HostBlock, Instance),
+}
+
+impl Buffer {
+    pub(super) fn new(block: Block, uses: Uses) -> Arc<Self> {
+        Arc::new(Self {
+            block,
+            uses: Mutex::new(uses),
+            label: OnceLock::new(),
+            busy: AtomicBool::new(false),
+            graphs: AtomicU32::new(0),
+            host_borrows: AtomicI32::new(0),
+            host_wrote: AtomicBool::new(true),
+        })
+    }
+
+    pub(super) fn instance(&self) -> &Instance {
+        match &self.block {
+            Block::Device(block) => block.instance(),
+            Block::Pinned(_, instance) => instance,
+        }
+    }
+
+    pub(super) fn block(&self) -> &Block {
+        &self.block
+    }
+
+    /// The address `offset` bytes from its start.
+    pub(super) fn address(&self, offset: u64) -> Address {
+        match &self.block {
+            Block::Device(block) => block.ptr().offset(offset).into(),
+            Block::Pinned(block, _) => block.ptr().offset(offset).into(),
+        }
+    }
+
+    /// The same as kernels see it: pinned memory has one address for the host and for all devices.
+    pub(super) fn device_address(&self, offset: u64) -> DevicePtr {
+        match self.address(offset) {
+            Address::Device(ptr) => ptr,
+            Address::Host(ptr) => DevicePtr(ptr.0),
+        }
+    }
+
+    /// Its device; `None` for pinned memory, which all devices can use.
+    pub(super) fn device(&self) -> Option<DeviceId> {
+        match &self.block {
+            Block::Device(block) => Some(block.device_id()),
+            Block::Pinned(..) => None,
+        }
+    }
+
+    /// Fails if it is memory of another device than the stream's.
+    pub(super) fn expect_device_of(&self, stream: &Stream) -> Result<()> {
+        match self.device() {
+            Some(owner) if owner != stream.device_id() => {
+                Err(BufferError::Device { buffer: self.name(), owner, stream: stream.device_id() }.into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Locks the order of its uses. Inside a host callback that is the driver's error, not a wait for the thread that
+    /// runs the callback.
+    pub(super) fn lock_uses(&self) -> Result<MutexGuard<'_, Uses>> {
+        if let Some(uses) = try_lock(&self.uses) {
+            return Ok(uses);
+        }
+        self.instance().driver().current_device()?;
+        Ok(lock(&self.uses))
+    }
+
+    /// The same, if no work is being queued on it.
+    pub(super) fn try_lock_uses(&self) -> Result<MutexGuard<'_, Uses>> {
+        let being_queued = || BufferError::BeingQueued { buffer: self.name() }.into();
+        try_lock(&self.uses).ok_or_else(being_queued)
+    }
+
+    /// What a use in `stream` needs before it is queued: that conflicting uses are waited for, and that the allocator
+    /// knows the stream.
+    #[inline]
+    pub(super) fn prepare(&self, uses: &mut Uses, stream: &Stream, span: Span) -> Result<()> {
+        uses.wait_for_conflicts(stream, span, &|| self.name())?;
+        if uses.is_new_stream(stream.id()) {
+            self.record_stream(uses, stream)?;
+        }
+        if let Block::Pinned(block, _) = &self.block {
+            let borrows = self.host_borrows.load(Ordering::Acquire);
+            if borrows < 0 || (span.write && borrows > 0) {
+                return Err(BufferError::BorrowedByHost { buffer: self.name() }.into());
+            }
+            self.busy.store(true, Ordering::Release);
+            self.report_host_writes(block)?;
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn record_stream(&self, uses: &mut Uses, stream: &Stream) -> Result<()> {
+        match &self.block {
+            Block::Device(block) => block.record_use(stream)?,
+            Block::Pinned(block, _) => block.record_use(stream)?,
+        }
+        uses.add_stream(stream.id());
+        Ok(())
+    }
+
+    /// A driver that tracks accesses does not see those of the host through references; it is told before the next use.
+    fn report_host_writes(&self, block: &HostBlock) -> Result<()> {
+        if !self.instance().driver().tracks_suballocations() || !self.host_wrote.swap(false, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let mut bytes = vec![0; usize::try_from(block.bytes()).expect("it is in memory")];
+        block.read(0, &mut bytes)?;
+        block.write(0, &bytes)
+    }
+
+    pub(super) fn set_label(&self, label: &str) {
+        if self.label.set(label.into()).is_err() {
+            return;
+        }
+        let (ptr, bytes) = match &self.block {
+            Block::Device(block) => (block.ptr(), block.bytes()),
+            Block::Pinned(block, _) => (DevicePtr(block.ptr().0), block.bytes()),
+        };
+        self.instance().driver().label_memory(ptr, bytes, label);
+    }
+
+    pub(super) fn label(&self) -> Option<&str> {
+        self.label.get().map(|label| &**label)
+    }
+
+    /// Its label, or what it is, for messages.
+    pub(super) fn name(&self) -> String {
+        let kind = match &self.block {
+            Block::Device(_) => "device memory",
+            Block::Pinned(..) => "pinned memory",
+        };
+        match self.label() {
+            Some(label) => format!("{kind} {label:?}"),
+            None => format!("{kind} without a label"),
+        }
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.block {
+            Block::Device(block) => write!(f, "{}: {block:?}", self.name()),
+            Block::Pinned(block, _) => write!(f, "{}: {block:?}", self.name()),
+        }
+    }
+}

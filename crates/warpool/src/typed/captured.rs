@@ -1,0 +1,141 @@
+//! Typed memory in captures: the graph keeps every buffer that its work uses, and its replays are ordered with other
+//! uses of them like any operation.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use rustc_hash::FxHashMap;
+use warpool_driver::{CaptureId, StreamId};
+
+use super::buffer::{Block, Buffer};
+use super::operation::{Access, run};
+use super::order::Span;
+use crate::capture::StreamCapture;
+use crate::memory::BlockHold;
+use crate::{Device, Result, Stream};
+
+/// The buffers that a capture, and then its graph, uses.
+#[derive(Default)]
+pub(crate) struct CapturedBuffers {
+    by_key: FxHashMap<usize, usize>,
+    list: Vec<CapturedBuffer>,
+}
+
+struct CapturedBuffer {
+    // Dropped before the buffer.
+    _hold: Option<BlockHold>,
+    buffer: Arc<Buffer>,
+    /// What a replay uses of it.
+    span: Span,
+    /// The uses in the capture, which order its streams.
+    uses: Vec<(CaptureId, StreamId, Span)>,
+}
+
+impl CapturedBuffers {
+    /// Captures work in `stream`. Streams of the capture that used the same bytes are waited for, which makes edges of
+    /// the graph.
+    pub(super) fn submit(
+        capture: &StreamCapture,
+        stream: &Stream,
+        accesses: &[Access<'_>],
+        queue: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let record = &capture.record;
+        for access in accesses {
+            if !record.with(|captured: &mut Self| captured.by_key.contains_key(&key_of(access.buffer))) {
+                let entry = CapturedBuffer::new(access)?;
+                record.with(|captured: &mut Self| captured.insert(entry));
+            }
+        }
+        let conflicts = record.with(|captured: &mut Self| captured.conflicts(capture.id, stream.id(), accesses));
+        for other in conflicts {
+            stream.wait_stream(&Stream::from_id(&Device::from_id(stream.instance(), stream.device_id()), other))?;
+        }
+        queue()?;
+        record.with(|captured: &mut Self| captured.add(capture.id, stream.id(), accesses));
+        Ok(())
+    }
+
+    fn insert(&mut self, entry: CapturedBuffer) {
+        // Another thread of the capture may have been first.
+        if let std::collections::hash_map::Entry::Vacant(vacant) = self.by_key.entry(key_of(&entry.buffer)) {
+            vacant.insert(self.list.len());
+            self.list.push(entry);
+        }
+    }
+
+    fn get_mut(&mut self, access: &Access<'_>) -> &mut CapturedBuffer {
+        &mut self.list[self.by_key[&key_of(access.buffer)]]
+    }
+
+    /// The other streams of the same capture whose work `accesses` must come after. A body of a conditional node is a
+    /// capture of its own, and as a whole in the order of the stream that it was captured in.
+    fn conflicts(&mut self, capture: CaptureId, stream: StreamId, accesses: &[Access<'_>]) -> Vec<StreamId> {
+        let mut streams = Vec::new();
+        for access in accesses {
+            for &(of, other, span) in &self.get_mut(access).uses {
+                if of == capture && other != stream && span.conflicts(access.span) && !streams.contains(&other) {
+                    streams.push(other);
+                }
+            }
+        }
+        streams
+    }
+
+    fn add(&mut self, capture: CaptureId, stream: StreamId, accesses: &[Access<'_>]) {
+        for access in accesses {
+            let entry = self.get_mut(access);
+            entry.span = entry.span.union(access.span);
+            let same = |(of, other, span): &(CaptureId, StreamId, Span)| {
+                (*of, *other, span.write) == (capture, stream, access.span.write)
+            };
+            match entry.uses.iter_mut().find(|known| same(known)) {
+                Some((_, _, span)) => *span = span.union(access.span),
+                None => entry.uses.push((capture, stream, access.span)),
+            }
+        }
+    }
+
+    /// The capture has ended: uses in it order nothing any more, and replays lock the buffers in order.
+    pub(crate) fn finish(mut self) -> Self {
+        self.by_key = FxHashMap::default();
+        self.list.iter_mut().for_each(|entry| entry.uses = Vec::new());
+        self.list.sort_unstable_by_key(|entry| key_of(&entry.buffer));
+        self
+    }
+
+    /// Whether there are none.
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
+    /// Launches the graph in `stream` by `launch`, ordered with other uses of the buffers.
+    pub(crate) fn replay(&self, stream: &Stream, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let accesses: Vec<Access<'_>> =
+            self.list.iter().map(|entry| Access { buffer: &entry.buffer, span: entry.span }).collect();
+        run(stream, &accesses, false, launch).map(drop)
+    }
+}
+
+impl CapturedBuffer {
+    fn new(access: &Access<'_>) -> Result<Self> {
+        let buffer = Arc::clone(access.buffer);
+        let hold = match buffer.block() {
+            Block::Device(block) => Some(BlockHold::new(block)?),
+            Block::Pinned(..) => None,
+        };
+        buffer.graphs.fetch_add(1, Ordering::AcqRel);
+        Ok(Self { _hold: hold, buffer, span: access.span, uses: Vec::new() })
+    }
+}
+
+impl Drop for CapturedBuffer {
+    fn drop(&mut self) {
+        self.buffer.graphs.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+fn key_of(buffer: &Arc<Buffer>) -> usize {
+    Arc::as_ptr(buffer).addr()
+}

@@ -1,0 +1,180 @@
+//! [`DeviceVec`]: device memory with an element type.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::RangeBounds;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+
+use super::buffer::{Block, Buffer};
+use super::order::Uses;
+use super::view::{IntoView, IntoViewMut, Part, Sealed, View, ViewMut};
+use crate::memory::Allocate;
+use crate::{Device, Error, Result, Stream};
+
+/// Device memory with an element type and a fixed length: what `Box<[T]>` is on the host. Elements are plain data
+/// ([`Pod`]: any bytes are a value, so memory that was never written can be read, and has no destructor).
+///
+/// Every use is recorded for the allocator, and ordered with uses in other streams; see the [module](super). Dropping
+/// it frees it, without a driver call and without waiting for work that uses it. A graph that captured work on it keeps
+/// the memory.
+///
+/// Elements that are not plain data do not compile:
+/// ```compile_fail,E0599
+/// # use std::sync::Arc;
+/// # use warpool::{DeviceVec, Stream, memory::DeviceAllocator};
+/// # fn strings(allocator: &Arc<dyn DeviceAllocator>, stream: &Stream) {
+/// let _ = DeviceVec::<String>::uninit(allocator, 10, stream);
+/// # }
+/// ```
+/// Nor do copies between different types:
+/// ```compile_fail,E0277
+/// # use warpool::{DeviceVec, Stream};
+/// # fn mixed(stream: &Stream, x: &DeviceVec<u32>, y: &mut DeviceVec<f32>) -> warpool::Result<()> {
+/// stream.copy(x, y)
+/// # }
+/// ```
+/// Two writers of the same part:
+/// ```compile_fail,E0499
+/// # use warpool::{DeviceVec, Stream};
+/// # fn twice(stream: &Stream, mut x: DeviceVec<f32>) -> warpool::Result<()> {
+/// let (mut first, mut second) = (x.slice_mut(..10)?, x.slice_mut(5..)?);
+/// stream.fill(&mut first, 1.0)?;
+/// stream.fill(&mut second, 2.0)
+/// # }
+/// ```
+/// And views of memory that is gone:
+/// ```compile_fail,E0505
+/// # use warpool::{DeviceVec, Stream};
+/// # fn gone(stream: &Stream, x: DeviceVec<f32>) -> warpool::Result<Vec<f32>> {
+/// let view = x.view();
+/// drop(x);
+/// stream.to_vec(view)
+/// # }
+/// ```
+pub struct DeviceVec<T> {
+    buffer: Arc<Buffer>,
+    len: usize,
+    elements: PhantomData<T>,
+}
+
+impl<T: Pod> DeviceVec<T> {
+    /// `len` elements for work that begins in `stream`. What they contain is undefined until they are written.
+    pub fn uninit(allocator: &impl Allocate, len: usize, stream: &Stream) -> Result<Self> {
+        let bytes = byte_count::<T>(len)?;
+        let block = allocator.allocate(bytes, stream)?;
+        let uses = Uses::allocated_for(stream, bytes);
+        let buffer = Buffer::new(Block::Device(block), uses);
+        Ok(Self { buffer, len, elements: PhantomData })
+    }
+
+    /// `len` elements whose bytes are zero.
+    #[track_caller]
+    pub fn zeroed(allocator: &impl Allocate, len: usize, stream: &Stream) -> Result<Self> {
+        let mut new = Self::uninit(allocator, len, stream)?;
+        stream.fill(&mut new, T::zeroed())?;
+        Ok(new)
+    }
+
+    /// A copy of `values`, which is complete when this returns.
+    #[track_caller]
+    pub fn from_slice(allocator: &impl Allocate, values: &[T], stream: &Stream) -> Result<Self> {
+        let mut new = Self::uninit(allocator, values.len(), stream)?;
+        stream.copy(values, &mut new)?;
+        Ok(new)
+    }
+
+    /// Gives it a name, for errors and for the hazards of the simulated GPU. Its first name stays.
+    #[must_use]
+    pub fn with_label(self, label: &str) -> Self {
+        self.buffer.set_label(label);
+        self
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn label(&self) -> Option<&str> {
+        self.buffer.label()
+    }
+
+    /// How many elements it has.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Its device.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        let id = self.buffer.device().expect("it is device memory");
+        Device::from_id(self.buffer.instance(), id)
+    }
+
+    /// Shared access to all of it.
+    #[must_use]
+    pub fn view(&self) -> View<'_, T> {
+        View { part: Part::all(&self.buffer, self.len) }
+    }
+
+    /// Exclusive access to all of it.
+    #[must_use]
+    pub fn view_mut(&mut self) -> ViewMut<'_, T> {
+        ViewMut { part: Part::all(&self.buffer, self.len) }
+    }
+
+    /// Shared access to a part of it. [`BufferError::Range`](super::BufferError::Range) if that does not lie in it.
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<View<'_, T>> {
+        self.view().slice(range)
+    }
+
+    /// Exclusive access to a part of it.
+    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<ViewMut<'_, T>> {
+        self.view_mut().into_slice(range)
+    }
+
+    /// The parts before and from `middle`. Streams that use different parts do not wait for each other.
+    pub fn split_at_mut(&mut self, middle: usize) -> Result<(ViewMut<'_, T>, ViewMut<'_, T>)> {
+        self.view_mut().split_at_mut(middle)
+    }
+
+    /// Its contents, once the work that writes them is done: `stream` waits for that work, and the host for `stream`.
+    #[track_caller]
+    pub fn to_vec(&self, stream: &Stream) -> Result<Vec<T>> {
+        stream.to_vec(self)
+    }
+}
+
+/// The bytes of `len` elements.
+pub(super) fn byte_count<T: Pod>(len: usize) -> Result<u64> {
+    const { assert!(size_of::<T>() > 0, "elements of typed memory have a size") };
+    let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes <= isize::MAX as usize);
+    bytes.map(|bytes| bytes as u64).ok_or(Error::RequestTooLarge { bytes: u64::MAX })
+}
+
+impl<T> Sealed for &DeviceVec<T> {}
+impl<T> Sealed for &mut DeviceVec<T> {}
+
+impl<'a, T: Pod> IntoView<'a, T> for &'a DeviceVec<T> {
+    fn into_view(self) -> View<'a, T> {
+        self.view()
+    }
+}
+
+impl<'a, T: Pod> IntoViewMut<'a, T> for &'a mut DeviceVec<T> {
+    fn into_view_mut(self) -> ViewMut<'a, T> {
+        self.view_mut()
+    }
+}
+
+impl<T> fmt::Debug for DeviceVec<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} elements in {:?}", self.len, self.buffer)
+    }
+}

@@ -1,0 +1,60 @@
+//! Typed memory in work of other libraries, which take addresses.
+
+use std::panic::Location;
+
+use bytemuck::Pod;
+use warpool_driver::DevicePtr;
+
+use super::submit::submit;
+use super::view::{IntoView, IntoViewMut, Part};
+use crate::{Result, Stream};
+
+/// Work of other libraries on typed memory.
+impl Stream {
+    /// Calls `queue` with the address of `memory`, to queue work in this stream that reads it: this stream waits for
+    /// uses in other streams first, and the use is recorded. If the stream captures, the graph keeps the memory. An
+    /// empty view is at address 0.
+    ///
+    /// What the work does with the address is the promise of whoever queues it. `queue` runs under the lock of this
+    /// memory, so it must not use the same memory in another typed call.
+    #[track_caller]
+    pub fn with_address<'a, T: Pod, R>(
+        &self,
+        memory: impl IntoView<'a, T>,
+        queue: impl FnOnce(DevicePtr) -> Result<R>,
+    ) -> Result<R> {
+        let line = Location::caller();
+        self.with_part(&memory.into_view().part, false, line, queue)
+    }
+
+    /// The same for work that writes it.
+    #[track_caller]
+    pub fn with_address_mut<'a, T: Pod, R>(
+        &self,
+        memory: impl IntoViewMut<'a, T>,
+        queue: impl FnOnce(DevicePtr) -> Result<R>,
+    ) -> Result<R> {
+        let line = Location::caller();
+        self.with_part(&memory.into_view_mut().part, true, line, queue)
+    }
+
+    fn with_part<T: Pod, R>(
+        &self,
+        part: &Part<'_, T>,
+        write: bool,
+        line: &'static Location<'static>,
+        queue: impl FnOnce(DevicePtr) -> Result<R>,
+    ) -> Result<R> {
+        part.buffer().expect_device_of(self)?;
+        if part.len() == 0 {
+            return queue(DevicePtr(0));
+        }
+        let (mut queue, mut outcome) = (Some(queue), None);
+        submit(self, &mut [part.access(write)], line, &mut || {
+            let queue = queue.take().expect("work is queued once");
+            outcome = Some(queue(part.device_address())?);
+            Ok(())
+        })?;
+        Ok(outcome.expect("it was queued"))
+    }
+}

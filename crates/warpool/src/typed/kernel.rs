@@ -1,0 +1,394 @@
+//! Kernels with typed arguments.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::panic::Location;
+
+use bytemuck::Pod;
+use warpool_driver::{DevicePtr, FunctionId, KernelArg, KernelSource, LaunchShape};
+
+use super::operation::Access;
+use super::submit::submit;
+use super::view::{IntoView, IntoViewMut, Part};
+use crate::error::BufferError;
+use crate::{Device, Error, Result, Stream};
+
+/// How many parameters a declaration can have.
+const PARAMETERS_MAX: usize = 12;
+/// How many arguments they make: a slice is two.
+const ARGUMENTS_MAX: usize = 2 * PARAMETERS_MAX;
+
+/// A loaded kernel, declared with the types of its parameters: a tuple of numbers (`u32`, `i32`, `u64`, `i64`, `f32`,
+/// `f64`), [`Slice`] and [`SliceMut`], and [`Pointer`] and [`PointerMut`].
+///
+/// The declaration is the one place that is `unsafe`; launches are checked by the compiler and by the types' borrows.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use warpool::{DeviceVec, Instance, driver::sim::{SimConfig, SimDriver}};
+/// # use warpool::memory::{CachingAllocator, Settings};
+/// use warpool::driver::{HostKernel, KernelSource};
+/// use warpool::typed::{Kernel, Slice, SliceMut};
+///
+/// static SOURCE: KernelSource = KernelSource {
+///     name: "saxpy",
+///     cuda: r#"extern "C" __global__ void saxpy(
+///         float a, const float* x, unsigned long long x_len, float* y, unsigned long long y_len
+///     ) {
+///         unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x;
+///         if (i < x_len && i < y_len) y[i] += a * x[i];
+///     }"#,
+///     host_kernels: &[HostKernel::new("saxpy", |kernel| { // what the simulated GPU runs
+///         let (a, x, y) = (kernel.arg_f32(0)?, kernel.arg_ptr(1)?, kernel.arg_ptr(3)?);
+///         let len = kernel.arg_u64(2)?.min(kernel.arg_u64(4)?) as usize;
+///         let (x, mut values) = (kernel.read_f32(x, len)?, kernel.read_f32(y, len)?);
+///         values.iter_mut().zip(x).for_each(|(y, x)| *y += a * x);
+///         kernel.write_f32(y, &values)
+///     })],
+/// };
+/// type Saxpy = Kernel<(f32, Slice<f32>, SliceMut<f32>)>;
+///
+/// # fn main() -> warpool::Result<()> {
+/// # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+/// # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+/// # let (device, stream) = (instance.device(0)?, instance.device(0)?.pool_stream()?);
+/// // SAFETY: these are its parameters, and it stays within the slices that it is given, whatever their lengths.
+/// let saxpy: Saxpy = unsafe { Kernel::load(&device, &SOURCE, "saxpy")? };
+/// let x = DeviceVec::from_slice(&allocator, &[1.0, 2.0, 3.0], &stream)?;
+/// let mut y = DeviceVec::zeroed(&allocator, 3, &stream)?;
+/// saxpy.launch_linear(&stream, x.len(), (10.0, &x, &mut y))?;
+/// assert_eq!(y.to_vec(&stream)?, [10.0, 20.0, 30.0]);
+/// # Ok(())
+/// # }
+/// ```
+/// A slice of another type does not compile:
+/// ```compile_fail,E0277
+/// # use warpool::{DeviceVec, Stream, typed::{Kernel, Slice, SliceMut}};
+/// # fn wrong(kernel: Kernel<(f32, Slice<f32>, SliceMut<f32>)>, stream: Stream, x: DeviceVec<u32>,
+/// #   mut y: DeviceVec<f32>) -> warpool::Result<()> {
+/// kernel.launch_linear(&stream, y.len(), (10.0, &x, &mut y))
+/// # }
+/// ```
+/// Nor does a slice that is written and used otherwise in one launch:
+/// ```compile_fail,E0502
+/// # use warpool::{DeviceVec, Stream, typed::{Kernel, Slice, SliceMut}};
+/// # fn aliased(kernel: Kernel<(f32, Slice<f32>, SliceMut<f32>)>, stream: Stream,
+/// #   mut y: DeviceVec<f32>) -> warpool::Result<()> {
+/// kernel.launch_linear(&stream, 3, (10.0, &y, &mut y))
+/// # }
+/// ```
+/// Two writers of one vector:
+/// ```compile_fail,E0499
+/// # use warpool::{DeviceVec, Stream, typed::{Kernel, SliceMut}};
+/// # fn two(kernel: Kernel<(SliceMut<f32>, SliceMut<f32>)>, stream: Stream,
+/// #   mut y: DeviceVec<f32>) -> warpool::Result<()> {
+/// kernel.launch_linear(&stream, 3, (&mut y, &mut y))
+/// # }
+/// ```
+/// And loading one without the promise:
+/// ```compile_fail,E0133
+/// # use warpool::{Device, driver::KernelSource, typed::Kernel};
+/// # fn load(device: &Device, source: &KernelSource) -> warpool::Result<Kernel<(u32,)>> {
+/// Kernel::load(device, source, "kernel")
+/// # }
+/// ```
+pub struct Kernel<P> {
+    device: Device,
+    function: FunctionId,
+    name: &'static str,
+    parameters: PhantomData<fn(P)>,
+}
+
+impl<P: Parameters> Kernel<P> {
+    /// The kernel `name` of `source`, which is loaded once per device and kept until the
+    /// [`Instance`](crate::Instance) is closed.
+    ///
+    /// Number and sizes of the parameters are compared with those of the loaded kernel, where the driver knows them
+    /// (CUDA 12.4 or later; the simulated GPU reads them from the CUDA source): [`BufferError::ArgumentCount`],
+    /// [`BufferError::ArgumentSize`].
+    ///
+    /// # Safety
+    /// The caller promises, for every launch, whatever its shape and numbers:
+    /// - The kernel has these parameters, in this order.
+    /// - It accesses no memory but the elements of its slices, reads those of [`Slice`] and [`Pointer`], and does not
+    ///   use them after it has finished.
+    #[expect(unsafe_code, reason = "the promise about a kernel that safe launches rely on")]
+    pub unsafe fn load(device: &Device, source: &KernelSource, name: &'static str) -> Result<Self> {
+        let function = device.kernel(source, name)?;
+        if let Some(sizes) = device.driver().function_parameters(function)? {
+            check_sizes(name, &sizes, &P::sizes())?;
+        }
+        Ok(Self { device: device.clone(), function, name, parameters: PhantomData })
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Launches it in the order of `stream`, which is one of its device. Streams that used the memory of its arguments
+    /// before are waited for, and the use is recorded; if the stream captures, the graph keeps the memory.
+    #[track_caller]
+    pub fn launch<'a>(&self, stream: &Stream, shape: LaunchShape, arguments: impl Arguments<'a, P>) -> Result<()> {
+        let line = Location::caller();
+        let mut list = ArgumentList::new();
+        arguments.push_to(&mut list);
+        self.queue(stream, shape, &list, line)
+    }
+
+    /// The same with at least one thread for each of `len` elements, in blocks of 256.
+    #[track_caller]
+    pub fn launch_linear<'a>(&self, stream: &Stream, len: usize, arguments: impl Arguments<'a, P>) -> Result<()> {
+        let line = Location::caller();
+        let threads = u32::try_from(len).map_err(|_| Error::from(BufferError::TooManyElements { len }))?;
+        let mut list = ArgumentList::new();
+        arguments.push_to(&mut list);
+        self.queue(stream, LaunchShape::linear(threads), &list, line)
+    }
+
+    fn queue(
+        &self,
+        stream: &Stream,
+        shape: LaunchShape,
+        list: &ArgumentList<'_>,
+        line: &'static Location<'static>,
+    ) -> Result<()> {
+        self.device.instance().expect_same(stream.instance(), "the stream")?;
+        if stream.device_id() != self.device.id() {
+            let (buffer, owner) = (format!("kernel {}", self.name), self.device.id());
+            return Err(BufferError::Device { buffer, owner, stream: stream.device_id() }.into());
+        }
+        list.with_accesses(|accesses| {
+            for access in &*accesses {
+                access.buffer.expect_device_of(stream)?;
+            }
+            submit(stream, accesses, line, &mut || self.call(stream, shape, list.arguments()))
+        })
+    }
+
+    #[expect(unsafe_code, reason = "the launch that `load` is the promise for")]
+    fn call(&self, stream: &Stream, shape: LaunchShape, arguments: &[KernelArg]) -> Result<()> {
+        // SAFETY: `load`'s caller promised that the kernel takes these parameters and stays within its slices; those
+        // are device memory or pinned, `submit` keeps them, and pinned ones have no references that conflict.
+        Ok(unsafe { stream.driver().kernel_launch(self.function, shape, arguments, stream.id()) }?)
+    }
+}
+
+impl<P> fmt::Debug for Kernel<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "kernel {} of {}", self.name, self.device)
+    }
+}
+
+fn check_sizes(kernel: &'static str, takes: &[u64], declared: &[u64]) -> Result<()> {
+    if takes.len() != declared.len() {
+        return Err(BufferError::ArgumentCount { kernel, takes: takes.len(), declared: declared.len() }.into());
+    }
+    match takes.iter().zip(declared).position(|(takes, declared)| takes != declared) {
+        Some(index) => {
+            let (takes, declared) = (takes[index], declared[index]);
+            Err(BufferError::ArgumentSize { kernel, index, takes, declared }.into())
+        }
+        None => Ok(()),
+    }
+}
+
+/// A parameter: a slice that the kernel reads. Two arguments: the address, and the number of elements as an
+/// `unsigned long long`.
+#[derive(Debug)]
+pub struct Slice<T>(PhantomData<T>);
+
+/// A parameter: a slice that the kernel reads and writes. Two arguments, as [`Slice`].
+#[derive(Debug)]
+pub struct SliceMut<T>(PhantomData<T>);
+
+/// A parameter: the address of elements that the kernel reads. It must know otherwise how many there are.
+#[derive(Debug)]
+pub struct Pointer<T>(PhantomData<T>);
+
+/// A parameter: the address of elements that the kernel reads and writes, as [`Pointer`].
+#[derive(Debug)]
+pub struct PointerMut<T>(PhantomData<T>);
+
+/// The type of a kernel's parameter. Sealed.
+pub trait Parameter: sealed::Parameter {}
+
+/// The types of a kernel's parameters: a tuple of up to 12. Sealed.
+pub trait Parameters: sealed::Parameters {}
+
+/// An argument for a parameter `P`: a number of the same type, or a slice by reference. Sealed.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not an argument for a parameter `{P}`",
+    note = "numbers have the parameter's own type; slices are passed as `&vec` or `&mut vec` of the same element type"
+)]
+pub trait Argument<'a, P>: sealed::Argument<'a, P> {}
+
+/// The arguments for parameters `P`: a tuple of the same length. Sealed.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` are not arguments for parameters `{P}`",
+    note = "one argument per parameter, in the same order"
+)]
+pub trait Arguments<'a, P>: sealed::Arguments<'a, P> {}
+
+/// The arguments of one launch, without an allocation.
+#[derive(Clone, Copy)]
+pub struct ArgumentList<'a> {
+    arguments: [KernelArg; ARGUMENTS_MAX],
+    argument_count: usize,
+    accesses: [Option<Access<'a>>; PARAMETERS_MAX],
+    access_count: usize,
+}
+
+impl<'a> ArgumentList<'a> {
+    fn new() -> Self {
+        Self {
+            arguments: [KernelArg::U32(0); ARGUMENTS_MAX],
+            argument_count: 0,
+            accesses: [None; PARAMETERS_MAX],
+            access_count: 0,
+        }
+    }
+
+    fn arguments(&self) -> &[KernelArg] {
+        &self.arguments[..self.argument_count]
+    }
+
+    fn push(&mut self, argument: KernelArg) {
+        self.arguments[self.argument_count] = argument;
+        self.argument_count += 1;
+    }
+
+    fn push_part<T: Pod>(&mut self, part: &Part<'a, T>, write: bool) {
+        if part.len() == 0 {
+            self.push(KernelArg::Ptr(DevicePtr(0)));
+            return;
+        }
+        self.push(KernelArg::Ptr(part.device_address()));
+        self.accesses[self.access_count] = Some(part.access(write));
+        self.access_count += 1;
+    }
+
+    fn with_accesses<R>(&self, act: impl FnOnce(&mut [Access<'a>]) -> R) -> R {
+        let Some(first) = self.accesses[0] else { return act(&mut []) };
+        let mut accesses = [first; PARAMETERS_MAX];
+        for (access, known) in accesses.iter_mut().zip(self.accesses.iter().flatten()) {
+            *access = *known;
+        }
+        act(&mut accesses[..self.access_count])
+    }
+}
+
+impl fmt::Debug for ArgumentList<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.arguments().fmt(f)
+    }
+}
+
+mod sealed {
+    use super::ArgumentList;
+
+    pub trait Parameter {
+        /// The sizes of the arguments that it makes.
+        const SIZES: &'static [u64];
+    }
+
+    pub trait Parameters {
+        fn sizes() -> Vec<u64>;
+    }
+
+    pub trait Argument<'a, P> {
+        fn push_to(self, list: &mut ArgumentList<'a>);
+    }
+
+    pub trait Arguments<'a, P> {
+        fn push_to(self, list: &mut ArgumentList<'a>);
+    }
+}
+
+/// Declares numbers.
+macro_rules! numbers {
+    ($($ty:ty),*) => {$(
+        impl sealed::Parameter for $ty {
+            const SIZES: &'static [u64] = &[size_of::<$ty>() as u64];
+        }
+
+        impl Parameter for $ty {}
+
+        impl<'a> sealed::Argument<'a, $ty> for $ty {
+            fn push_to(self, list: &mut ArgumentList<'a>) {
+                list.push(self.into());
+            }
+        }
+
+        impl Argument<'_, $ty> for $ty {}
+    )*};
+}
+
+numbers!(u32, i32, u64, i64, f32, f64);
+
+/// Declares parameters in memory: which borrow they take, whether they are written, and whether the length follows.
+macro_rules! memory {
+    ($($name:ident $into:ident $view:ident $write:literal $sizes:expr, $with_len:literal;)*) => {$(
+        impl<T> sealed::Parameter for $name<T> {
+            const SIZES: &'static [u64] = &$sizes;
+        }
+
+        impl<T> Parameter for $name<T> {}
+
+        impl<'a, T: Pod, V: $into<'a, T>> sealed::Argument<'a, $name<T>> for V {
+            fn push_to(self, list: &mut ArgumentList<'a>) {
+                let view = self.$view();
+                list.push_part(&view.part, $write);
+                if $with_len {
+                    list.push(KernelArg::U64(view.len() as u64));
+                }
+            }
+        }
+
+        impl<'a, T: Pod, V: $into<'a, T>> Argument<'a, $name<T>> for V {}
+    )*};
+}
+
+memory! {
+    Slice IntoView into_view false [8, 8], true;
+    SliceMut IntoViewMut into_view_mut true [8, 8], true;
+    Pointer IntoView into_view false [8], false;
+    PointerMut IntoViewMut into_view_mut true [8], false;
+}
+
+/// Declares tuples.
+macro_rules! tuples {
+    ($(($($p:ident $a:ident $field:tt),*);)*) => {$(
+        impl<$($p: Parameter),*> sealed::Parameters for ($($p,)*) {
+            fn sizes() -> Vec<u64> {
+                [$($p::SIZES),*].concat()
+            }
+        }
+
+        impl<$($p: Parameter),*> Parameters for ($($p,)*) {}
+
+        impl<'a, $($p: Parameter, $a: Argument<'a, $p>),*> sealed::Arguments<'a, ($($p,)*)> for ($($a,)*) {
+            fn push_to(self, list: &mut ArgumentList<'a>) {
+                $(self.$field.push_to(list);)*
+            }
+        }
+
+        impl<'a, $($p: Parameter, $a: Argument<'a, $p>),*> Arguments<'a, ($($p,)*)> for ($($a,)*) {}
+    )*};
+}
+
+tuples! {
+    (P0 A0 0);
+    (P0 A0 0, P1 A1 1);
+    (P0 A0 0, P1 A1 1, P2 A2 2);
+    (P0 A0 0, P1 A1 1, P2 A2 2, P3 A3 3);
+    (P0 A0 0, P1 A1 1, P2 A2 2, P3 A3 3, P4 A4 4);
+    (P0 A0 0, P1 A1 1, P2 A2 2, P3 A3 3, P4 A4 4, P5 A5 5);
+    (P0 A0 0, P1 A1 1, P2 A2 2, P3 A3 3, P4 A4 4, P5 A5 5, P6 A6 6);
+    (P0 A0 0, P1 A1 1, P2 A2 2, P3 A3 3, P4 A4 4, P5 A5 5, P6 A6 6, P7 A7 7);
+    (P0 A0 0, P1 A1 1, P2 A2 2, P3 A3 3, P4 A4 4, P5 A5 5, P6 A6 6, P7 A7 7, P8 A8 8);
+    (P0 A0 0, P1 A1 1, P2 A2 2, P3 A3 3, P4 A4 4, P5 A5 5, P6 A6 6, P7 A7 7, P8 A8 8, P9 A9 9);
+    (P0 A0 0, P1 A1 1, P2 A2 2, P3 A3 3, P4 A4 4, P5 A5 5, P6 A6 6, P7 A7 7, P8 A8 8, P9 A9 9, P10 A10 10);
+    (P0 A0 0, P1 A1 1, P2 A2 2, P3 A3 3, P4 A4 4, P5 A5 5, P6 A6 6, P7 A7 7, P8 A8 8, P9 A9 9, P10 A10 10, P11 A11 11);
+}

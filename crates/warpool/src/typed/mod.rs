@@ -1,0 +1,67 @@
+//! Typed memory: [`DeviceVec`] and [`PinnedVec`] hold elements instead of bytes, [`View`] and [`ViewMut`] are parts of
+//! them, and [`Stream`](crate::Stream) copies and fills them. [`Kernel`] launches kernels with typed arguments.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use warpool::driver::sim::{SimConfig, SimDriver};
+//! use warpool::memory::{CachingAllocator, HostAllocator, PinnedSettings, Settings};
+//! use warpool::{DeviceVec, Instance, PinnedVec};
+//!
+//! # fn main() -> warpool::Result<()> {
+//! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?; // or Arc::new(CudaDriver::open()?)
+//! let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! let host = HostAllocator::new(&instance, PinnedSettings::default());
+//! let device = instance.device(0)?;
+//! let (copies, compute) = (device.lease_stream()?, device.lease_stream()?);
+//!
+//! let staging = PinnedVec::from_slice(&host, &[1.0_f32; 1000])?;
+//! let mut values = DeviceVec::<f32>::uninit(&allocator, 1000, &copies)?;
+//! copies.copy(&staging, &mut values)?;
+//! drop(staging); // its memory is reused once the copy is done
+//!
+//! compute.fill(values.slice_mut(500..)?, 2.0)?; // waits for the copy, because it is in another stream
+//! let (ones, twos) = values.view().split_at(500)?;
+//! assert_eq!(compute.to_vec(ones)?, [1.0; 500]);
+//! assert_eq!(compute.to_vec(twos)?, [2.0; 500]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What is checked, and when
+//! - By the compiler: element types, which are plain data; that what is written is borrowed exclusively; that a view
+//!   does not outlive its vector.
+//! - Before the driver is called: lengths, ranges, devices, and for kernels the number and sizes of arguments.
+//! - In the order of streams: each buffer knows which streams used which of its bytes. A use that conflicts with one in
+//!   another stream waits for it, by an event. As long as one stream uses a buffer, that costs a comparison; streams
+//!   that use different parts, or only read, do not wait.
+//! - At its free: the allocator knows every stream that used it, so the memory is reused after their work. There is
+//!   nothing to record by hand, and leaking a value (`mem::forget`) leaks its memory and nothing else.
+//! - In captures: the graph keeps every buffer that its work uses, and its replays are ordered with other uses like any
+//!   other work. [`Step`](crate::graph::Step) moves the buffers into the graph, so that their owner is clear.
+//!
+//! Raw calls of the [driver](crate::driver) know nothing of this. Through them a program can still name typed memory by
+//! its address: work that is queued so is neither ordered nor recorded, and pinned memory that is changed, freed or
+//! unpinned so may have Rust references to it, which is undefined behaviour.
+
+mod buffer;
+mod captured;
+mod copy;
+mod device_vec;
+mod endpoint;
+mod foreign;
+mod kernel;
+mod operation;
+mod order;
+mod pinned_vec;
+mod random;
+mod submit;
+mod view;
+
+pub use crate::error::BufferError;
+pub use bytemuck::{Pod, Zeroable};
+pub(crate) use captured::CapturedBuffers;
+pub use device_vec::DeviceVec;
+pub use endpoint::{CopySource, CopyTarget};
+pub use kernel::{Argument, Arguments, Kernel, Parameter, Parameters, Pointer, PointerMut, Slice, SliceMut};
+pub use pinned_vec::{HostMut, HostRef, PinnedVec};
+pub use view::{IntoView, IntoViewMut, Rows, RowsMut, View, ViewMut};

@@ -1,0 +1,259 @@
+//! In which order streams use one buffer: who used which bytes, and what a new use has to wait for.
+//!
+//! A buffer that only one stream uses costs a comparison: stream order protects it. At the first use by a second
+//! stream an event is recorded behind what the first has queued, and the second waits for it. From then on every use is
+//! followed by an event of its own, so that later waits are for that use and not for what the stream did after it: a
+//! pipeline of two streams overlaps.
+
+use std::sync::Arc;
+
+use warpool_driver::{DeviceId, StreamId};
+
+use crate::capture::CaptureSafe;
+use crate::error::BufferError;
+use crate::{Device, Instance, PooledEvent, Result, Stream};
+
+/// How many uses are kept apart before those of one stream are merged.
+const USES_MAX: usize = 16;
+
+/// Bytes of a buffer, and whether they are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Span {
+    pub(super) start: u64,
+    pub(super) end: u64,
+    pub(super) write: bool,
+}
+
+impl Span {
+    fn overlaps(self, other: Self) -> bool {
+        self.start < other.end && other.start < self.end
+    }
+
+    pub(super) fn conflicts(self, other: Self) -> bool {
+        (self.write || other.write) && self.overlaps(other)
+    }
+
+    fn covers(self, other: Self) -> bool {
+        self.start <= other.start && other.end <= self.end
+    }
+
+    pub(super) fn union(self, other: Self) -> Self {
+        let (start, end) = (self.start.min(other.start), self.end.max(other.end));
+        Self { start, end, write: self.write || other.write }
+    }
+}
+
+/// One use, or several of one stream.
+#[derive(Debug)]
+struct Use {
+    device: DeviceId,
+    stream: StreamId,
+    span: Span,
+    /// Recorded behind the use; `None` where that is done once another stream has to wait.
+    event: Option<Arc<PooledEvent>>,
+    /// Streams that have waited for it.
+    waited: Vec<StreamId>,
+}
+
+/// The uses of one buffer that a later one may have to wait for.
+///
+/// As long as one stream uses it, that is one entry and no allocation.
+#[derive(Debug)]
+pub(super) struct Uses {
+    /// All uses so far, while they are those of one stream.
+    sole: Option<Use>,
+    /// The uses since there was a second stream.
+    list: Vec<Use>,
+    /// Whether every use is followed by an event.
+    exact: bool,
+    /// The stream that it was allocated for.
+    home: Option<StreamId>,
+    /// Other streams whose use the allocator knows.
+    recorded: Vec<StreamId>,
+}
+
+impl Uses {
+    /// Memory that was allocated for work in `stream`: what the stream holds may still use it.
+    pub(super) fn allocated_for(stream: &Stream, bytes: u64) -> Self {
+        let span = Span { start: 0, end: bytes, write: true };
+        let first = Use { device: stream.device_id(), stream: stream.id(), span, event: None, waited: Vec::new() };
+        let home = Some(stream.id());
+        Self { sole: Some(first), list: Vec::new(), exact: false, home, recorded: Vec::new() }
+    }
+
+    /// Memory of the host, which no stream uses yet. The host asks often whether it may access it, so events are exact.
+    pub(super) fn of_host() -> Self {
+        Self { sole: None, list: Vec::new(), exact: true, home: None, recorded: Vec::new() }
+    }
+
+    /// Whether an event is to be recorded behind the next use.
+    pub(super) fn is_exact(&self) -> bool {
+        self.exact
+    }
+
+    /// Whether the allocator does not know yet that `stream` uses the buffer.
+    pub(super) fn is_new_stream(&self, stream: StreamId) -> bool {
+        self.home != Some(stream) && !self.recorded.contains(&stream)
+    }
+
+    /// The allocator knows it.
+    pub(super) fn add_stream(&mut self, stream: StreamId) {
+        self.recorded.push(stream);
+    }
+
+    /// Makes `stream` wait for the uses that conflict with its own. `label` names the buffer.
+    #[inline]
+    pub(super) fn wait_for_conflicts(&mut self, stream: &Stream, span: Span, label: &dyn Fn() -> String) -> Result<()> {
+        let mut earlier = self.sole.iter().chain(&self.list);
+        if earlier.all(|earlier| earlier.stream == stream.id()) {
+            return Ok(());
+        }
+        self.wait_for_others(stream, span, label)
+    }
+
+    #[cold]
+    fn wait_for_others(&mut self, stream: &Stream, span: Span, label: &dyn Fn() -> String) -> Result<()> {
+        self.exact = true;
+        self.list.extend(self.sole.take());
+        let id = stream.id();
+        let others = self.list.iter_mut().filter(|earlier| earlier.stream != id && earlier.span.conflicts(span));
+        for earlier in others {
+            if earlier.waited.contains(&id) {
+                continue;
+            }
+            earlier.event(stream.instance(), label)?.wait(stream)?;
+            earlier.waited.push(id);
+        }
+        Ok(())
+    }
+
+    /// A use was queued in `stream`, and `event` recorded behind it, if it could be.
+    #[inline]
+    pub(super) fn add(&mut self, stream: &Stream, span: Span, event: Option<&Arc<PooledEvent>>) {
+        match &mut self.sole {
+            Some(sole) => sole.span = sole.span.union(span),
+            None => self.push(stream, span, event),
+        }
+    }
+
+    fn push(&mut self, stream: &Stream, span: Span, event: Option<&Arc<PooledEvent>>) {
+        // A write comes after every use of the same bytes; a read only after those of its own stream.
+        self.list.retain(|earlier| {
+            let is_before = span.write || (earlier.stream == stream.id() && !earlier.span.write);
+            !(is_before && span.covers(earlier.span))
+        });
+        let (device, event) = (stream.device_id(), event.map(Arc::clone));
+        self.list.push(Use { device, stream: stream.id(), span, event, waited: Vec::new() });
+        if self.list.len() > USES_MAX {
+            self.merge();
+        }
+    }
+
+    /// Merges the uses of each stream: its last event comes after all of them.
+    fn merge(&mut self) {
+        let mut merged: Vec<Use> = Vec::new();
+        for next in self.list.drain(..) {
+            match merged.iter_mut().find(|known| known.stream == next.stream) {
+                Some(known) => *known = Use { span: known.span.union(next.span), ..next },
+                None => merged.push(next),
+            }
+        }
+        self.list = merged;
+    }
+
+    /// The stream of a use that may not have completed and that conflicts with an access of the host. Uses that have
+    /// completed are dropped.
+    pub(super) fn busy_for_host(&mut self, instance: &Instance, write: bool) -> Result<Option<StreamId>> {
+        if self.list.is_empty() {
+            return Ok(None);
+        }
+        let _safe = CaptureSafe::begin(instance, || !instance.has_captures())?;
+        let mut busy = None;
+        let mut failed = Ok(());
+        self.list.retain(|earlier| {
+            if !(write || earlier.span.write) || failed.is_err() {
+                return true;
+            }
+            match earlier.is_done(instance) {
+                Ok(done) => {
+                    busy = busy.or((!done).then_some(earlier.stream));
+                    !done
+                }
+                Err(error) => {
+                    failed = Err(error);
+                    true
+                }
+            }
+        });
+        failed.map(|()| busy)
+    }
+
+    /// Waits until no use conflicts with an access of the host.
+    pub(super) fn wait_for_host(&mut self, instance: &Instance, write: bool) -> Result<()> {
+        let _safe = CaptureSafe::begin(instance, || !instance.has_captures())?;
+        let conflicting = self.list.iter().filter(|earlier| write || earlier.span.write);
+        for earlier in conflicting {
+            match &earlier.event {
+                Some(event) => event.synchronize()?,
+                None => earlier.stream(instance).synchronize()?,
+            }
+        }
+        self.list.retain(|earlier| !(write || earlier.span.write));
+        Ok(())
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+}
+
+impl Use {
+    fn stream(&self, instance: &Instance) -> Stream {
+        Stream::from_id(&Device::from_id(instance, self.device), self.stream)
+    }
+
+    fn is_done(&self, instance: &Instance) -> Result<bool> {
+        match &self.event {
+            Some(event) => event.query(),
+            None => self.stream(instance).query(),
+        }
+    }
+
+    /// The event behind it, recorded now if it was not.
+    fn event(&mut self, instance: &Instance, label: &dyn Fn() -> String) -> Result<&PooledEvent> {
+        if self.event.is_none() {
+            let stream = self.stream(instance);
+            // No capture may begin between the check and the record.
+            let _hold_off = instance.hold_off_captures();
+            if instance.is_capturing(&stream)? {
+                return Err(BufferError::LastUseCaptures { buffer: label(), stream: self.stream }.into());
+            }
+            let mut event = stream.device().event_pool().take()?;
+            event.record(&stream)?;
+            self.event = Some(Arc::new(event));
+        }
+        Ok(self.event.as_ref().expect("recorded just now, if not before"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn span(start: u64, end: u64, write: bool) -> Span {
+        Span { start, end, write }
+    }
+
+    #[test]
+    fn spans_conflict_where_they_overlap_and_one_writes() {
+        for (a, b, expected) in [
+            (span(0, 4, true), span(4, 8, true), false),
+            (span(0, 5, true), span(4, 8, false), true),
+            (span(0, 5, false), span(4, 8, false), false),
+            (span(0, 8, false), span(3, 4, true), true),
+            (span(3, 3, true), span(0, 8, true), false),
+        ] {
+            assert_eq!((a.conflicts(b), b.conflicts(a)), (expected, expected), "{a:?} {b:?}");
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! Views of typed memory: [`View`] and [`ViewMut`], which borrow their vector like slices do, and [`Rows`] and
+//! [`RowsMut`], evenly spaced parts of one, for 2D copies.
+
+use std::marker::PhantomData;
+use std::ops::{Bound, Range, RangeBounds};
+use std::sync::Arc;
+
+use bytemuck::Pod;
+use warpool_driver::{Address, DevicePtr};
+
+use super::buffer::Buffer;
+use super::operation::Access;
+use super::order::Span;
+use crate::Result;
+use crate::error::BufferError;
+
+/// Shared access to a range of a [`DeviceVec`](super::DeviceVec) or [`PinnedVec`](super::PinnedVec): what `&[T]` is to
+/// a `Vec`.
+#[derive(Debug)]
+pub struct View<'a, T> {
+    pub(super) part: Part<'a, T>,
+}
+
+/// Exclusive access to a range: what `&mut [T]` is to a `Vec`.
+#[derive(Debug)]
+pub struct ViewMut<'a, T> {
+    pub(super) part: Part<'a, T>,
+}
+
+/// A range of a buffer.
+#[derive(Debug)]
+pub(super) struct Part<'a, T> {
+    buffer: &'a Arc<Buffer>,
+    range: Range<usize>,
+    elements: PhantomData<&'a T>,
+}
+
+impl<T> Clone for Part<'_, T> {
+    fn clone(&self) -> Self {
+        Self { buffer: self.buffer, range: self.range.clone(), elements: PhantomData }
+    }
+}
+
+impl<T> Clone for View<'_, T> {
+    fn clone(&self) -> Self {
+        Self { part: self.part.clone() }
+    }
+}
+
+impl<'a, T: Pod> Part<'a, T> {
+    pub(super) fn all(buffer: &'a Arc<Buffer>, len: usize) -> Self {
+        Self { buffer, range: 0..len, elements: PhantomData }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        (self.len() * size_of::<T>()) as u64
+    }
+
+    fn offset(&self) -> u64 {
+        (self.range.start * size_of::<T>()) as u64
+    }
+
+    pub(super) fn buffer(&self) -> &'a Arc<Buffer> {
+        self.buffer
+    }
+
+    pub(super) fn address(&self) -> Address {
+        self.buffer.address(self.offset())
+    }
+
+    pub(super) fn device_address(&self) -> DevicePtr {
+        self.buffer.device_address(self.offset())
+    }
+
+    /// A use of all of it.
+    pub(super) fn access(&self, write: bool) -> Access<'a> {
+        let start = self.offset();
+        Access { buffer: self.buffer, span: Span { start, end: start + self.bytes(), write } }
+    }
+
+    fn sub(&self, range: impl RangeBounds<usize>) -> Result<Self> {
+        let start = match range.start_bound() {
+            Bound::Included(&start) => Some(start),
+            Bound::Excluded(&before) => before.checked_add(1),
+            Bound::Unbounded => Some(0),
+        };
+        let end = match range.end_bound() {
+            Bound::Included(&last) => last.checked_add(1),
+            Bound::Excluded(&end) => Some(end),
+            Bound::Unbounded => Some(self.len()),
+        };
+        match (start, end) {
+            (Some(start), Some(end)) if start <= end && end <= self.len() => {
+                let range = self.range.start + start..self.range.start + end;
+                Ok(Self { buffer: self.buffer, range, elements: PhantomData })
+            }
+            _ => {
+                let (start, end) = (start.unwrap_or(usize::MAX), end.unwrap_or(usize::MAX));
+                Err(BufferError::Range { start, end, len: self.len() }.into())
+            }
+        }
+    }
+}
+
+impl<'a, T: Pod> View<'a, T> {
+    /// How many elements it has.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.part.len()
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// A part of it. [`BufferError::Range`] if that does not lie in it.
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<View<'a, T>> {
+        Ok(Self { part: self.part.sub(range)? })
+    }
+
+    /// The parts before and from `middle`.
+    pub fn split_at(&self, middle: usize) -> Result<(View<'a, T>, View<'a, T>)> {
+        Ok((self.slice(..middle)?, self.slice(middle..)?))
+    }
+
+    /// `rows` rows of `columns` elements, each `stride` elements after the one before it.
+    pub fn rows(&self, rows: usize, columns: usize, stride: usize) -> Result<Rows<'a, T>> {
+        Ok(Rows { shape: RowShape::new(&self.part, rows, columns, stride)?, part: self.part.clone() })
+    }
+}
+
+impl<'a, T: Pod> ViewMut<'a, T> {
+    /// How many elements it has.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.part.len()
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Shared access to it.
+    #[must_use]
+    pub fn view(&self) -> View<'_, T> {
+        View { part: self.part.clone() }
+    }
+
+    /// Exclusive access to it for a shorter time.
+    #[must_use]
+    pub fn view_mut(&mut self) -> ViewMut<'_, T> {
+        ViewMut { part: self.part.clone() }
+    }
+
+    /// Shared access to a part of it.
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<View<'_, T>> {
+        Ok(View { part: self.part.sub(range)? })
+    }
+
+    /// Exclusive access to a part of it.
+    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<ViewMut<'_, T>> {
+        Ok(ViewMut { part: self.part.sub(range)? })
+    }
+
+    /// A part of it, for as long as itself.
+    pub fn into_slice(self, range: impl RangeBounds<usize>) -> Result<ViewMut<'a, T>> {
+        Ok(Self { part: self.part.sub(range)? })
+    }
+
+    /// The parts before and from `middle`. Streams that use different parts do not wait for each other.
+    pub fn split_at_mut(self, middle: usize) -> Result<(ViewMut<'a, T>, ViewMut<'a, T>)> {
+        Ok((Self { part: self.part.sub(..middle)? }, Self { part: self.part.sub(middle..)? }))
+    }
+
+    /// As [`View::rows`], to be written.
+    pub fn rows_mut(&mut self, rows: usize, columns: usize, stride: usize) -> Result<RowsMut<'_, T>> {
+        Ok(RowsMut { shape: RowShape::new(&self.part, rows, columns, stride)?, part: self.part.clone() })
+    }
+}
+
+/// Evenly spaced rows of a view. See [`View::rows`].
+#[derive(Clone, Debug)]
+pub struct Rows<'a, T> {
+    pub(super) part: Part<'a, T>,
+    pub(super) shape: RowShape,
+}
+
+/// Evenly spaced rows of a view, to be written. See [`ViewMut::rows_mut`].
+#[derive(Debug)]
+pub struct RowsMut<'a, T> {
+    pub(super) part: Part<'a, T>,
+    pub(super) shape: RowShape,
+}
+
+/// The shape of rows, in elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RowShape {
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) stride: usize,
+}
+
+impl RowShape {
+    fn new<T: Pod>(part: &Part<'_, T>, rows: usize, columns: usize, stride: usize) -> Result<Self> {
+        let len = part.len();
+        let needed = rows.checked_sub(1).map_or(Some(0), |gaps| gaps.checked_mul(stride)?.checked_add(columns));
+        if stride < columns || needed.is_none_or(|needed| needed > len) {
+            return Err(BufferError::Rows { rows, columns, stride, len }.into());
+        }
+        Ok(Self { rows, columns, stride })
+    }
+}
+
+/// What can be viewed: a vector or a view of it, by reference. Sealed.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not memory of `{T}` that can be read",
+    note = "pass a reference to a `DeviceVec`, `PinnedVec` or `View` of the same element type"
+)]
+pub trait IntoView<'a, T>: Sealed {
+    /// The view of all of it.
+    fn into_view(self) -> View<'a, T>;
+}
+
+/// What can be viewed exclusively: a vector or a view of it, by exclusive reference. Sealed.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not memory of `{T}` that can be written",
+    note = "pass `&mut` a `DeviceVec`, `PinnedVec` or `ViewMut` of the same element type"
+)]
+pub trait IntoViewMut<'a, T>: Sealed {
+    /// The view of all of it.
+    fn into_view_mut(self) -> ViewMut<'a, T>;
+}
+
+/// Keeps other crates from implementing a trait.
+pub trait Sealed {}
+
+impl<T> Sealed for View<'_, T> {}
+impl<T> Sealed for &View<'_, T> {}
+impl<T> Sealed for ViewMut<'_, T> {}
+impl<T> Sealed for &ViewMut<'_, T> {}
+impl<T> Sealed for &mut ViewMut<'_, T> {}
+
+impl<'a, T: Pod> IntoView<'a, T> for View<'a, T> {
+    fn into_view(self) -> View<'a, T> {
+        self
+    }
+}
+
+impl<'a, T: Pod> IntoView<'a, T> for &View<'a, T> {
+    fn into_view(self) -> View<'a, T> {
+        self.clone()
+    }
+}
+
+impl<'a, T: Pod> IntoView<'a, T> for &'a ViewMut<'_, T> {
+    fn into_view(self) -> View<'a, T> {
+        self.view()
+    }
+}
+
+impl<'a, T: Pod> IntoViewMut<'a, T> for ViewMut<'a, T> {
+    fn into_view_mut(self) -> ViewMut<'a, T> {
+        self
+    }
+}
+
+impl<'a, T: Pod> IntoViewMut<'a, T> for &'a mut ViewMut<'_, T> {
+    fn into_view_mut(self) -> ViewMut<'a, T> {
+        self.view_mut()
+    }
+}

@@ -1,0 +1,10 @@
+//! Typed memory and kernels with typed arguments.
+
+mod captures;
+mod errors;
+mod fixture;
+mod hazards;
+mod kernels;
+mod order;
+mod pinned;
+mod vectors;

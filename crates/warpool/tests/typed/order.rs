@@ -1,0 +1,164 @@
+//! Uses of one buffer in several streams: waits are made where they are needed, and only there.
+
+use warpool::driver::Call;
+use warpool::{DeviceVec, PinnedVec, Result};
+
+use crate::fixture::Fixture;
+
+#[test]
+fn one_stream_needs_no_events() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let stream = gpu.stream()?;
+    let mut x = DeviceVec::<f32>::zeroed(&gpu.allocator, 100, &stream)?;
+    let mut y = DeviceVec::<f32>::zeroed(&gpu.allocator, 100, &stream)?;
+    for round in 0..10 {
+        stream.fill(&mut x, round as f32)?;
+        stream.copy(&x, &mut y)?;
+    }
+    let events = [Call::EventCreate, Call::EventRecord, Call::StreamWaitEvent];
+    assert_eq!(events.map(|call| gpu.gpu.call_count(call)), [0; 3]);
+    assert_eq!(y.to_vec(&stream)?, [9.0; 100]);
+    gpu.finish()
+}
+
+#[test]
+fn a_second_stream_waits_for_the_first() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let (one, two) = (gpu.stream()?, gpu.stream()?);
+    let mut x = DeviceVec::<u32>::uninit(&gpu.allocator, 1 << 20, &one)?;
+    let mut y = DeviceVec::<u32>::uninit(&gpu.allocator, 1 << 20, &two)?;
+    for round in 0..5 {
+        one.fill(&mut x, round)?;
+        two.copy(&x, &mut y)?; // reads what was written in the other stream
+        one.fill(&mut x, 100 + round)?; // writes what is read in the other stream
+        assert_eq!(y.to_vec(&two)?, vec![round; 1 << 20]);
+    }
+    gpu.finish()
+}
+
+#[test]
+fn memory_is_waited_for_also_before_its_first_use() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let (one, two) = (gpu.stream()?, gpu.stream()?);
+    // Work of the first stream still uses the memory when it is freed and allocated again.
+    let mut old = DeviceVec::<u32>::uninit(&gpu.allocator, 1 << 20, &one)?;
+    one.fill(&mut old, 1)?;
+    drop(old);
+    let mut new = DeviceVec::<u32>::uninit(&gpu.allocator, 1 << 20, &one)?;
+    two.fill(&mut new, 2)?;
+    // And the second stream's use is known when it is freed, without being recorded by hand.
+    drop(new);
+    let mut third = DeviceVec::<u32>::uninit(&gpu.allocator, 1 << 20, &one)?;
+    one.fill(&mut third, 3)?;
+    gpu.finish()
+}
+
+#[test]
+fn readers_and_disjoint_parts_do_not_wait_for_each_other() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let (one, two) = (gpu.stream()?, gpu.stream()?);
+    let mut x = DeviceVec::<u32>::zeroed(&gpu.allocator, 100, &one)?;
+    two.to_vec(&x)?; // the second stream has waited for the first
+    let waits = || gpu.gpu.call_count(Call::StreamWaitEvent);
+    let before = waits();
+    let (mut a, mut b) = (PinnedVec::zeroed(&gpu.host, 50)?, PinnedVec::zeroed(&gpu.host, 50)?);
+    one.copy(x.slice(..50)?, &mut a)?;
+    two.copy(x.slice(..50)?, &mut b)?;
+    one.copy(x.slice(..50)?, &mut a)?;
+    assert_eq!(waits(), before, "readers");
+    let (mut left, mut right) = x.split_at_mut(50)?;
+    two.fill(&mut right, 2)?;
+    one.fill(&mut right, 3)?;
+    let before = waits();
+    for value in 0..5 {
+        one.fill(&mut right, value)?;
+        two.copy(&b, left.slice_mut(..)?)?;
+    }
+    // The first write of the left half waits for the other stream's reads of it.
+    assert!(waits() <= before + 1, "disjoint parts: {} waits", waits() - before);
+    assert_eq!(one.to_vec(&right)?, [4; 50]);
+    gpu.finish()
+}
+
+#[test]
+fn many_streams_and_parts_are_merged_and_stay_ordered() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let streams = (0..6).map(|_| gpu.stream()).collect::<Result<Vec<_>>>()?;
+    let mut rng = fastrand::Rng::with_seed(16);
+    let mut x = DeviceVec::<u32>::zeroed(&gpu.allocator, 256, &streams[0])?;
+    let mut model = vec![0_u32; 256];
+    for round in 0..400 {
+        let stream = &streams[rng.usize(..6)];
+        let (start, end) = (rng.usize(..=256), rng.usize(..=256));
+        let range = start.min(end)..start.max(end);
+        match rng.u8(..3) {
+            0 => assert_eq!(stream.to_vec(x.slice(range.clone())?)?, model[range]),
+            1 => {
+                stream.fill(x.slice_mut(range.clone())?, round)?;
+                model[range].fill(round);
+            }
+            _ => {
+                let middle = range.start;
+                let len = middle.min(256 - middle);
+                let (left, mut right) = x.split_at_mut(middle)?;
+                stream.copy(left.slice(..len)?, right.slice_mut(..len)?)?;
+                let (from, to) = model.split_at_mut(middle);
+                to[..len].copy_from_slice(&from[..len]);
+            }
+        }
+    }
+    assert_eq!(x.to_vec(&streams[5])?, model);
+    gpu.finish()
+}
+
+#[test]
+fn leaking_a_value_leaks_its_memory_alone() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let stream = gpu.stream()?;
+    let mut x = DeviceVec::<u32>::zeroed(&gpu.allocator, 1000, &stream)?;
+    let mut pinned = PinnedVec::<u32>::zeroed(&gpu.host, 1000)?;
+    stream.copy(&x, &mut pinned)?;
+    stream.fill(&mut x, 7)?;
+    std::mem::forget((x, pinned));
+    let y = DeviceVec::<u32>::zeroed(&gpu.allocator, 1000, &stream)?;
+    assert_eq!(y.to_vec(&stream)?, [0; 1000]);
+    gpu.finish()
+}
+
+#[test]
+fn threads_share_a_vector() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let stream = gpu.stream()?;
+    let x = DeviceVec::from_slice(&gpu.allocator, &[5_u32; 64], &stream)?;
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| -> Result<()> {
+                let own = gpu.stream()?;
+                for _ in 0..20 {
+                    let mut copy = DeviceVec::uninit(&gpu.allocator, 64, &own)?;
+                    own.copy(&x, &mut copy)?;
+                    assert_eq!(copy.to_vec(&own)?, [5; 64]);
+                }
+                Ok(())
+            });
+        }
+    });
+    gpu.finish()
+}
+
+#[test]
+fn a_callback_that_uses_typed_memory_gets_the_drivers_error() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let (stream, other) = (gpu.stream()?, gpu.stream()?);
+    let x = std::sync::Arc::new(std::sync::Mutex::new(DeviceVec::<u32>::zeroed(&gpu.allocator, 8, &stream)?));
+    let (seen, inner) = (std::sync::Arc::new(std::sync::OnceLock::new()), x.clone());
+    let (result, own) = (seen.clone(), other.stream().clone());
+    stream.host_callback(move || {
+        let mut x = inner.lock().expect("no thread panicked");
+        let _ = result.set(own.fill(&mut *x, 1));
+    })?;
+    stream.synchronize()?;
+    let error = seen.get().cloned().expect("the callback ran").expect_err("calls are not permitted there");
+    assert_eq!(error.driver().map(|error| error.code), Some(warpool::driver::ErrorCode::NotPermitted));
+    gpu.finish()
+}

@@ -1,0 +1,137 @@
+//! Vectors, views, copies and fills.
+
+use warpool::typed::BufferError;
+use warpool::{DeviceVec, Error, PinnedVec, Result};
+
+use crate::fixture::Fixture;
+
+#[test]
+fn contents_survive_copies_in_all_directions() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let stream = gpu.stream()?;
+    let values: Vec<u64> = (0..1000).map(|n| n * n).collect();
+    let first = DeviceVec::from_slice(&gpu.allocator, &values, &stream)?;
+    let mut second = DeviceVec::uninit(&gpu.allocator, 1000, &stream)?;
+    stream.copy(&first, &mut second)?;
+    let mut pinned = PinnedVec::zeroed(&gpu.host, 1000)?;
+    stream.copy(&second, &mut pinned)?;
+    let mut other = PinnedVec::zeroed(&gpu.host, 1000)?;
+    stream.copy(&pinned, &mut other)?;
+    let mut third = DeviceVec::zeroed(&gpu.allocator, 1000, &stream)?;
+    stream.copy(&other, &mut third)?;
+    let mut array = [0_u64; 1000];
+    stream.copy(&third, &mut array)?;
+    assert_eq!((&array[..], &third.to_vec(&stream)?[..]), (&values[..], &values[..]));
+    assert_eq!(pinned.wait()?, values);
+    gpu.finish()
+}
+
+#[test]
+fn slices_are_parts_and_their_bounds_are_checked() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let stream = gpu.stream()?;
+    let mut x = DeviceVec::from_slice(&gpu.allocator, &[0_u32, 1, 2, 3, 4, 5, 6, 7], &stream)?;
+    stream.copy(&[70, 80], x.slice_mut(6..)?)?;
+    stream.fill(x.slice_mut(1..=2)?, 9)?;
+    let view = x.slice(1..7)?;
+    assert_eq!((view.len(), view.is_empty()), (6, false));
+    assert_eq!(stream.to_vec(view.slice(..3)?)?, [9, 9, 3]);
+    let (left, right) = view.split_at(4)?;
+    assert_eq!((stream.to_vec(&left)?, stream.to_vec(right)?), (vec![9, 9, 3, 4], vec![5, 70]));
+    for (start, end) in [(0, 9), (9, 9), (5, 4)] {
+        let error = x.slice(start..end).expect_err("outside");
+        assert_eq!(error, Error::Buffer(BufferError::Range { start, end, len: 8 }));
+        assert!(error.is_invalid_argument());
+    }
+    assert!(x.slice(..=usize::MAX).is_err() && x.view_mut().slice_mut(3..9).is_err());
+    assert!(x.slice(8..)?.is_empty());
+    gpu.finish()
+}
+
+#[test]
+fn lengths_must_match() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let stream = gpu.stream()?;
+    let mut x = DeviceVec::<f32>::zeroed(&gpu.allocator, 8, &stream)?;
+    let calls = gpu.gpu.calls_made();
+    let error = stream.copy(&[1.0; 7], &mut x).expect_err("too short");
+    assert_eq!(error, Error::Buffer(BufferError::Length { source_len: 7, target_len: 8 }));
+    assert_eq!(gpu.gpu.calls_made(), calls, "the driver was not asked");
+    gpu.finish()
+}
+
+#[test]
+fn elements_of_every_size_are_filled() -> Result<()> {
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    #[repr(C)]
+    struct Odd([u8; 3]);
+    // SAFETY: three bytes, zeros among them.
+    unsafe impl warpool::typed::Zeroable for Odd {}
+    // SAFETY: three bytes, any of which are valid.
+    unsafe impl warpool::typed::Pod for Odd {}
+
+    let gpu = Fixture::new()?;
+    let stream = gpu.stream()?;
+    for len in [0, 1, 2, 3, 100, 129] {
+        macro_rules! check {
+            ($($value:expr),*) => {$(
+                let mut x = DeviceVec::uninit(&gpu.allocator, len, &stream)?;
+                stream.fill(&mut x, $value)?;
+                assert_eq!(x.to_vec(&stream)?, vec![$value; len]);
+            )*};
+        }
+        check!(7_u8, 0x1234_u16, -1.5_f32, 1.0e100_f64, [1_u16, 2, 3], u64::MAX, [1_u64, 2, 3], Odd([1, 2, 3]));
+    }
+    gpu.finish()
+}
+
+#[test]
+fn rows_are_copied_with_their_strides() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let stream = gpu.stream()?;
+    let source: Vec<u32> = (0..20).collect();
+    let source = DeviceVec::from_slice(&gpu.allocator, &source, &stream)?;
+    let mut target = DeviceVec::<u32>::zeroed(&gpu.allocator, 12, &stream)?;
+    stream.copy_rows(&source.slice(1..)?.rows(3, 2, 5)?, &mut target.view_mut().rows_mut(3, 2, 4)?)?;
+    assert_eq!(target.to_vec(&stream)?, [1, 2, 0, 0, 6, 7, 0, 0, 11, 12, 0, 0]);
+    let mut pinned = PinnedVec::<u32>::zeroed(&gpu.host, 6)?;
+    stream.copy_rows(&source.view().rows(2, 3, 10)?, &mut pinned.view_mut().rows_mut(2, 3, 3)?)?;
+    assert_eq!(pinned.wait()?, [0, 1, 2, 10, 11, 12]);
+    for (rows, columns, stride) in [(5, 5, 4), (4, 5, 6), (usize::MAX, 2, 3), (21, 1, 1)] {
+        assert!(source.view().rows(rows, columns, stride).is_err(), "{rows} {columns} {stride}");
+    }
+    assert!(source.view().rows(0, 5, 5).is_ok() && source.view().rows(4, 5, 5).is_ok());
+    let (two, three) = (source.view().rows(2, 3, 3)?, source.view().rows(3, 2, 2)?);
+    assert!(stream.copy_rows(&two, &mut target.view_mut().rows_mut(3, 2, 2)?).is_err());
+    stream.copy_rows(&three, &mut target.view_mut().rows_mut(3, 2, 2)?)?;
+    gpu.finish()
+}
+
+#[test]
+fn devices_are_checked_and_copies_between_them_work() -> Result<()> {
+    let gpu = Fixture::pair()?;
+    let (near, far) = (gpu.stream()?, gpu.instance.device(1)?.lease_stream()?);
+    let here = DeviceVec::from_slice(&gpu.allocator, &[1_u32, 2, 3], &near)?.with_label("here");
+    let mut there = DeviceVec::<u32>::zeroed(&gpu.allocator, 3, &far)?;
+    assert_eq!(there.device(), gpu.instance.device(1)?);
+    near.copy(&here, &mut there)?;
+    assert_eq!(there.to_vec(&far)?, [1, 2, 3]);
+    let error = near.fill(&mut there, 7).expect_err("memory of another device");
+    assert!(matches!(error, Error::Buffer(BufferError::Device { .. })), "{error}");
+    let mut here = here;
+    let error = far.fill(&mut here, 7).expect_err("memory of another device");
+    assert!(error.to_string().contains("\"here\""), "{error}");
+    gpu.finish()
+}
+
+#[test]
+fn empty_vectors_need_no_driver_call() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let stream = gpu.stream()?;
+    let mut x = DeviceVec::<f64>::zeroed(&gpu.allocator, 0, &stream)?;
+    let pinned = PinnedVec::<f64>::zeroed(&gpu.host, 0)?;
+    stream.copy(&pinned, &mut x)?;
+    assert!(x.to_vec(&stream)?.is_empty() && x.is_empty() && pinned.is_empty());
+    assert!(DeviceVec::<f64>::uninit(&gpu.allocator, usize::MAX, &stream).expect_err("too many").is_invalid_argument());
+    gpu.finish()
+}
