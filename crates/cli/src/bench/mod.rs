@@ -29,12 +29,13 @@ use measure::{MUTEX_BASELINE, Measurement};
 /// Measures costs, next to a baseline from the same run
 ///
 /// The baseline is locking and unlocking an uncontended mutex. `bench graph` compares with the driver's own graph
-/// launch instead, `bench typed` with the raw calls that typed ones replace, and `bench scale` with the same operation beside a tenth as many streams, blocks or pools. `bench
-/// host` measures allocate-free pairs on one thread and on all threads: every thread times itself, the slowest one
-/// counts, and the baseline is measured by the same threads, each with its own mutex; the fastest of 25 rounds of each
-/// is reported. Each thread also has one block of every size cached. First pinnings are compared with the driver's own
-/// allocation, by the fastest of 9 rounds of each. `bench sleep` compares with plain copies of the same bytes between
-/// the device and pinned memory, by the fastest of 5 rounds of each.
+/// launch instead, `bench typed` with the raw calls that typed ones replace, and `bench scale` with the same operation
+/// beside a tenth as many streams, blocks or pools. `bench host` measures allocate-free pairs on one thread and on all
+/// threads: every thread times itself, the slowest one counts, and the baseline is measured by the same threads, each
+/// with its own mutex; the fastest of 25 rounds of each is reported. Each thread also has one block of every size
+/// cached. First pinnings are compared with the driver's own allocation, by the fastest of 9 rounds of each. `bench
+/// sleep` compares with plain copies of the same bytes between the device and pinned memory, by the fastest of 5 rounds
+/// of each.
 #[derive(Debug, clap::Args)]
 #[command(after_help = format!("Benchmarks:\n{}\n\n\
     Exit status: 0 success, 1 a limit was exceeded (memory grows, unexpected calls), 2 it could not be run.\n\n\

@@ -104,7 +104,8 @@ impl<B> Step<B> {
         &self.graph
     }
 
-    /// Gives the buffers back and drops the graph. Replays under way complete; later work on the buffers waits for them.
+    /// Gives the buffers back and drops the graph. Replays under way complete; later work on the buffers waits for
+    /// them.
     #[must_use]
     pub fn into_buffers(self) -> B {
         self.buffers

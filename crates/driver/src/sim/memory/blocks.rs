@@ -1,16 +1,20 @@
 //! The blocks that allocators have given out, so that an access that runs from one into the next is found.
 //!
 //! Both are mapped and in use, so nothing else is wrong with such an access: a real device would just overwrite the
-//! neighbour. Only blocks that existed when the work was queued count: stream order allows their memory to be given out
-//! again, divided differently, while the work has yet to run. Of nodes of a graph it is not known which blocks they were
-//! captured with, so they are not checked.
+//! neighbour. Only blocks that existed when the work was queued count: stream order allows their memory to be given
+//! out again, divided differently, while the work has yet to run. Of nodes of a graph it is not known which blocks
+//! they were captured with, so they are not checked; nor are copies, and fills of whole pages: an allocator moves and
+//! clears its segments by them.
 
 use std::collections::BTreeMap;
 
 use super::Memory;
 use super::access::AccessContext;
 use crate::DevicePtr;
-use crate::sim::order::{HazardKind, HazardRange};
+use crate::sim::order::{HazardKind, HazardRange, Operation};
+
+/// The pages that physical memory has at least.
+const PAGE: u64 = 2 << 20;
 
 /// Blocks by their start; they do not overlap.
 #[derive(Debug, Default)]
@@ -44,7 +48,12 @@ impl Blocks {
 impl Memory {
     /// Logs an access that begins in one block, or in one allocation of the driver, and ends in another.
     pub(super) fn check_block(&self, ptr: DevicePtr, bytes: u64, by: &mut AccessContext<'_>) {
-        if by.accessor.node.is_some() {
+        let is_checked = match by.accessor.operation {
+            Operation::Kernel(_) => true,
+            Operation::Fill => !(ptr.0.is_multiple_of(PAGE) && bytes.is_multiple_of(PAGE)),
+            _ => false,
+        };
+        if !is_checked || by.accessor.node.is_some() {
             return;
         }
         let block_of = |ptr| self.blocks.containing(ptr, by.accessor.queued_at);
