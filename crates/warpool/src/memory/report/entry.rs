@@ -8,7 +8,7 @@ use crate::memory::MemPoolId;
 /// A call stack, innermost frame first.
 pub type Stack = Arc<[Frame]>;
 
-/// An entry of the allocation history, as trackers see it. [`TraceEntry`] is its form in snapshots.
+/// An entry of the allocation history, as trackers see it. [`TraceEntry`](super::TraceEntry) is its form in snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistoryEntry {
     /// What happened.
