@@ -1,0 +1,132 @@
+//! New pages, and mapping pages where they are needed.
+
+use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalOptions};
+
+use super::{Fill, OrOom};
+use crate::memory::paged::old_mappings;
+use crate::memory::paged::pages::{PageId, Slot};
+use crate::memory::paged::physical::release_physical;
+use crate::memory::paged::supply::{Supplied, Supply};
+use crate::memory::{Action, OomCause};
+use crate::{Result, lock};
+
+impl Fill<'_> {
+    /// Gets what is still needed from the driver, within the limit.
+    pub(super) fn grow(&mut self, supply: &mut Supply) -> Result<OrOom<()>> {
+        let options = PhysicalOptions { share: self.device.share, rdma: self.device.rdma };
+        let limit = self.device.limit().unwrap_or(u64::MAX);
+        while supply.slots_needed > 0 {
+            let reserved = self.table.bytes_limited();
+            let slots = 1 << supply.next_max().min(self.unit()).ilog2();
+            let bytes = u64::from(slots) * self.table.slot_bytes;
+            if reserved.saturating_add(bytes) > limit {
+                return Ok(Err(OomCause::Limit));
+            }
+            match self.device.driver().vm_create(self.device.id, bytes, options) {
+                Ok(physical) => {
+                    let page = self.table.add(physical, slots);
+                    supply.created.push(page);
+                    supply.add(page, slots, None);
+                }
+                Err(error) if error.code == ErrorCode::OutOfMemory => return Ok(Err(OomCause::Device)),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    /// Returns a page to the driver that was created for this request and is mapped nowhere.
+    pub(super) fn release_new(&mut self, page: PageId) {
+        if self.table.take_spare_page(page) {
+            let physical = self.table.remove(page);
+            release_physical(self.device, self.table, physical);
+        }
+    }
+
+    /// Maps pages. Those that could not be mapped go back to where they were.
+    pub(super) fn map(&mut self, mut pages: Vec<Supplied>) -> Result<()> {
+        pages.sort_unstable_by_key(|supplied| supplied.to);
+        let mut rest = pages.as_slice();
+        let mut outcome = Ok(());
+        while let Some(first) = rest.first()
+            && outcome.is_ok()
+        {
+            // Access is set for neighbours by one call.
+            let (mut count, mut end) = (0, first.to);
+            while let Some(supplied) = rest.get(count)
+                && supplied.to == end
+                && outcome.is_ok()
+            {
+                let page = self.table.page(supplied.page);
+                match self.device.driver().vm_map(DevicePtr(self.table.addr(end)), page.physical) {
+                    Ok(()) => {
+                        end.index += page.slots;
+                        count += 1;
+                        self.table.set_mapped(supplied.page, supplied.to);
+                    }
+                    Err(error) => outcome = Err(error.into()),
+                }
+            }
+            let set = self.set_access(first.to, end.index - first.to.index);
+            let (mapped, others) = rest.split_at(count);
+            if set.is_ok() {
+                self.begin_use(mapped);
+                rest = others;
+            } else {
+                mapped.iter().rev().for_each(|supplied| self.undo_map(supplied.page, supplied.to));
+                outcome = outcome.and(set);
+            }
+        }
+        rest.iter().for_each(|supplied| self.put_back(supplied.page, supplied.from));
+        outcome
+    }
+
+    /// Pages that were mapped belong there from now on.
+    fn begin_use(&mut self, mapped: &[Supplied]) {
+        let heap = self.cell.lock();
+        for supplied in mapped {
+            self.table.set_home(supplied.page, Some(supplied.to));
+            let (addr, bytes) = (self.table.addr(supplied.to), self.table.page_bytes(supplied.page));
+            self.device.record(Action::SegmentMap, addr, bytes, &heap, self.details);
+        }
+        drop(heap);
+        mapped.iter().for_each(|supplied| old_mappings::retire_oldest(self.table, supplied.page));
+    }
+
+    fn set_access(&self, first: Slot, slots: u32) -> Result<()> {
+        if slots == 0 {
+            return Ok(());
+        }
+        let peers = lock(&self.device.peers);
+        let devices = std::iter::once(self.device.id).chain(peers.iter().copied());
+        let access: Vec<_> = devices.map(|device| DeviceAccess { device, access: Access::ReadWrite }).collect();
+        let bytes = u64::from(slots) * self.table.slot_bytes;
+        Ok(self.device.driver().vm_set_access(DevicePtr(self.table.addr(first)), bytes, &access)?)
+    }
+
+    /// Undoes a mapping that nothing has used.
+    fn undo_map(&mut self, page: PageId, slot: Slot) {
+        let bytes = self.table.page_bytes(page);
+        let undone = self.device.driver().vm_unmap(DevicePtr(self.table.addr(slot)), bytes);
+        let slots = self.table.page(page).slots;
+        self.table.set_unmapped(page, slot);
+        if let Err(error) = undone {
+            tracing::warn!(%error, "a mapping could not be undone; it is retried");
+            self.table.set_broken(slot, slots);
+        }
+    }
+
+    /// A page that was got for nothing: back to where it was taken from, or to the spare ones.
+    pub(super) fn put_back(&mut self, page: PageId, from: Option<Slot>) {
+        let Some(slot) = from else {
+            self.table.put_spare(page);
+            return;
+        };
+        let (start, bytes) = (self.table.addr(slot), self.table.page_bytes(page));
+        let (number, kind) = (self.table.range(slot.range).heap, self.table.range(slot.range).kind);
+        self.table.set_home(page, Some(slot));
+        let mut heap = self.device.heaps.get(number).lock();
+        heap.end_hole(kind, start, start + bytes);
+        self.device.record(Action::SegmentMap, start, bytes, &heap, self.details);
+    }
+}

@@ -1,0 +1,303 @@
+//! Getting pages for a request that no free block can hold.
+//!
+//! Under the lock of the pages:
+//! 1. A window of free addresses is chosen (`window.rs`) and taken out of the heap's lists.
+//! 2. Pages that were in it before and are free elsewhere in this heap are taken back: no driver call. If this heap has
+//!    not enough, a window is chosen anew for which those that are free in other heaps count too.
+//! 3. Further pages come, in this order, from: those that belong nowhere; free blocks of this heap, the smallest first;
+//!    free blocks of other heaps, behind an event of their stream; the driver. Other heaps come before this one if one
+//!    of them has more free memory.
+//! 4. They are mapped. Where they were before, they stay mapped for a while (`pages.rs`).
+//!
+//! If there are not enough, all go back to where they were. If a mapping fails midway, what was mapped so far becomes
+//! free blocks, and the rest of the window holes.
+
+mod map;
+mod take;
+mod take_back;
+
+use std::cell::OnceCell;
+
+use warpool_driver::StreamId;
+
+use crate::memory::limit::share_of;
+use crate::memory::paged::address_space::Location;
+use crate::memory::paged::device::PagedDevice;
+use crate::memory::paged::heap::{Heap, kind_of, rounded};
+use crate::memory::paged::old_mappings;
+use crate::memory::paged::page_set::PageSet;
+use crate::memory::paged::page_sizes::PageSizes;
+use crate::memory::paged::pages::{Mapping, PageId, PageTable, Slot};
+use crate::memory::paged::reclaim;
+use crate::memory::paged::spin_lock::SpinLock;
+use crate::memory::paged::supply::Supply;
+use crate::memory::paged::window::{self, Window};
+use crate::memory::report::EntryDetails;
+use crate::memory::{MemPoolId, OomCause, SegmentKind};
+use crate::{Error, Result, lock};
+
+/// Out of memory is an answer, not an error of the call.
+pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
+
+/// A request that needs pages.
+#[derive(Clone, Copy)]
+pub(super) struct FillRequest {
+    pub(super) heap: u32,
+    pub(super) requested: u64,
+    pub(super) stream: StreamId,
+    pub(super) pool: MemPoolId,
+    /// Whether the stream captures: its work runs later, so other heaps' pages cannot be ordered before it.
+    pub(super) capturing: bool,
+    /// Whether the request would run out of memory otherwise.
+    pub(super) on_oom: bool,
+}
+
+/// Allocates, with further pages if need be. Returns the number of the block.
+pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &EntryDetails) -> Result<OrOom<u32>> {
+    let mut table = lock(&device.pages);
+    let cell = device.heaps.get(request.heap);
+    let mut fill = Fill {
+        device,
+        request,
+        cell,
+        details,
+        table: &mut table,
+        asks_others: false,
+        others_first: false,
+        whole_pages: false,
+    };
+    fill.run()
+}
+
+struct Fill<'a> {
+    device: &'a PagedDevice,
+    request: FillRequest,
+    cell: &'a SpinLock<Heap>,
+    details: &'a EntryDetails,
+    table: &'a mut PageTable,
+    /// Whether other heaps are asked too, since this one has not enough.
+    asks_others: bool,
+    /// Whether they are asked before this one.
+    others_first: bool,
+    /// Whether the window has room for the largest pages.
+    whole_pages: bool,
+}
+
+/// That a window was not filled is an answer too.
+type OrUnfilled = std::result::Result<(), Unfilled>;
+
+/// Why a window could not be filled. Nothing has changed.
+enum Unfilled {
+    /// This heap has not enough pages, and others were not asked.
+    NotAlone,
+    OutOfMemory(OomCause),
+}
+
+impl Fill<'_> {
+    fn run(&mut self) -> Result<OrOom<u32>> {
+        if !self.request.pool.is_default() {
+            // Another thread may have released the pool: its pages are then given away by whoever locks them next.
+            lock(&self.device.pools).expect_in_use(self.request.pool)?;
+        }
+        old_mappings::undo_some(self.device, self.table, self.details)?;
+        if self.request.on_oom && !self.request.capturing {
+            old_mappings::wait(self.device, self.table, self.request.heap, self.details)?;
+        }
+        old_mappings::poll(self.device, self.table, self.request.heap)?;
+        reclaim::poll_released(self.device, self.table, self.details)?;
+        let pool = self.request.pool;
+        if !self.cell.lock().is_of(self.request.stream, pool) {
+            // The pool was removed since the heap was found.
+            return Err(Error::PoolReleased { pool });
+        }
+        self.table.homes.set_pool(self.request.heap, pool);
+        let (requested, takes_own) = (self.request.requested, self.takes_own());
+        let (kind, bytes) = (kind_of(rounded(requested)), rounded(requested));
+        if bytes > self.device.bytes_total {
+            // No addresses are looked for that could never be filled.
+            let limited = self.device.limit().is_some_and(|limit| limit < self.device.bytes_total);
+            return Ok(Err(if limited { OomCause::Limit } else { OomCause::Device }));
+        }
+        let mut free_elsewhere = PageSet::default();
+        if self.request.on_oom || self.others_have_more(bytes) {
+            (self.asks_others, self.others_first) = (true, true);
+            free_elsewhere = self.free_in_others();
+        }
+        // Pages that cannot be taken back: they are in use by now, or mapped in a window that they belong to.
+        let mut excluded = PageSet::default();
+        loop {
+            let mut heap = self.cell.lock();
+            heap.merge_recent();
+            if let Some(block) = heap.allocate(requested) {
+                return Ok(Ok(block));
+            }
+            let takeable = OnceCell::new();
+            let chosen = window::choose(self.table, &heap.free_runs(kind, bytes), bytes, self.grid(), |id| {
+                let own = takeable.get_or_init(|| free_pages(self.table, &heap, takes_own));
+                (own.contains(id) || free_elsewhere.contains(id)) && !excluded.contains(id)
+            });
+            let Some(window) = chosen else {
+                drop(heap);
+                if !self.reserve_range(kind, bytes)? {
+                    return Ok(Err(OomCause::Device));
+                }
+                continue;
+            };
+            let filling = heap.begin_filling(kind, window.start, window.end, window.anchor);
+            drop(heap);
+            let prepared = self.take_back(window).and_then(|()| self.undo_old(window));
+            if prepared.is_err() {
+                self.cell.lock().end_filling(filling, &self.pieces(window));
+            }
+            prepared?;
+            let blocked: Vec<PageId> = self.blocked(window).collect();
+            if !blocked.is_empty() {
+                excluded.extend(blocked);
+                self.cell.lock().end_filling(filling, &self.pieces(window));
+                continue;
+            }
+            let unfilled = match self.fill(window) {
+                Ok(Ok(())) => return Ok(Ok(self.cell.lock().end_filling_allocated(filling, window.addr, requested))),
+                Ok(Err(unfilled)) => Ok(unfilled),
+                Err(error) => Err(error),
+            };
+            self.cell.lock().end_filling(filling, &self.pieces(window));
+            match unfilled? {
+                Unfilled::OutOfMemory(_) if self.request.on_oom && !self.whole_pages => self.whole_pages = true,
+                Unfilled::OutOfMemory(cause) => return Ok(Err(cause)),
+                Unfilled::NotAlone => {
+                    self.asks_others = true;
+                    free_elsewhere = self.free_in_others();
+                }
+            }
+        }
+    }
+
+    /// Undoes mappings in the window that no work uses any more, and whose pages belong elsewhere.
+    fn undo_old(&mut self, window: Window) -> Result<()> {
+        for slot in self.slots(window) {
+            if let Mapping::Page { page, part } = self.table.mapping(slot) {
+                let first = Slot { index: slot.index - part, ..slot };
+                if self.table.is_old_mapping(page, first) && self.table.has_passed(page, first) {
+                    old_mappings::unmap(self.device, self.table, page, first)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Pages that are mapped in slots of the window that they do not belong to.
+    fn blocked(&self, window: Window) -> impl Iterator<Item = PageId> {
+        self.slots(window).filter_map(|slot| match self.table.mapping(slot) {
+            Mapping::Page { page, .. } => self.table.own_page(slot).is_none().then_some(page),
+            _ => None,
+        })
+    }
+
+    /// The parts of a window by their ends, and whether pages are behind each.
+    fn pieces(&self, window: Window) -> Vec<(u64, bool)> {
+        let mut pieces: Vec<(u64, bool)> = Vec::new();
+        for slot in self.slots(window) {
+            let end = (self.table.addr(slot) + self.table.slot_bytes).min(window.end);
+            let has_page = self.table.own_page(slot).is_some();
+            match pieces.last_mut() {
+                Some((last, had_page)) if *had_page == has_page => *last = end,
+                _ => pieces.push((end, has_page)),
+            }
+        }
+        pieces
+    }
+
+    pub(super) fn slots(&self, window: Window) -> impl Iterator<Item = Slot> + use<> {
+        let (base, slot) = (self.table.range(window.range).base, self.table.slot_bytes);
+        let index = |addr: u64| u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots");
+        (index(window.start)..=index(window.end - 1)).map(move |index| Slot { range: window.range, index })
+    }
+
+    /// Puts pages behind every slot of the window.
+    fn fill(&mut self, window: Window) -> Result<OrUnfilled> {
+        let mut supply = Supply::new(self.slots(window).filter(|&slot| self.table.own_page(slot).is_none()));
+        if !self.request.on_oom {
+            self.take_spare(&mut supply, 1);
+        }
+        let first = if self.may_grow_first(&supply) { self.grow(&mut supply).map(drop) } else { Ok(()) };
+        let taken = first.and_then(|()| self.take(&mut supply));
+        if supply.pages.iter().any(|supplied| supplied.from.is_some()) {
+            self.record_takes();
+        }
+        let obtained = taken.and_then(|()| self.obtain_rest(&mut supply));
+        if let Ok(Ok(())) = obtained {
+            self.map(supply.pages)?;
+        } else {
+            // What was got for nothing goes back, so that a failed request changes nothing.
+            let Supply { pages, created, .. } = supply;
+            pages.into_iter().for_each(|supplied| self.put_back(supplied.page, supplied.from));
+            created.into_iter().for_each(|page| self.release_new(page));
+        }
+        obtained
+    }
+
+    /// Gets what this heap does not have, from others and from the driver.
+    fn obtain_rest(&mut self, supply: &mut Supply) -> Result<OrUnfilled> {
+        if supply.slots_needed == 0 {
+            return Ok(Ok(()));
+        }
+        if !self.asks_others && self.device.heaps.len() > 1 {
+            return Ok(Err(Unfilled::NotAlone));
+        }
+        self.take_from_others(supply, 1)?;
+        Ok(self.grow(supply)?.map_err(Unfilled::OutOfMemory))
+    }
+
+    /// How many slots are filled and taken together: as many as new pages have. If memory is short, none beyond the
+    /// request first; then so many that every page has room.
+    pub(super) fn unit(&self) -> u32 {
+        match (self.request.on_oom, self.whole_pages) {
+            (true, false) => 1,
+            (true, true) => PageSizes::SLOTS_MAX,
+            _ => self.table.page_sizes.slots(self.table.reserved_all().current),
+        }
+    }
+
+    fn grid(&self) -> u64 {
+        u64::from(self.unit()) * self.table.slot_bytes
+    }
+
+    /// Whether pages of the heap itself may be taken.
+    pub(super) fn takes_own(&self) -> bool {
+        self.request.pool.is_default() || !lock(&self.device.pools).is_fixed(self.request.pool)
+    }
+
+    /// Whether more may be reserved before pages are taken from elsewhere.
+    fn may_grow_first(&self, supply: &Supply) -> bool {
+        let slack = lock(&self.device.shared().settings).paged_slack;
+        if slack <= 0.0 {
+            return false;
+        }
+        let peak = self.device.peak_active_bytes(self.request.heap);
+        let after = self.table.reserved_all().current + u64::from(supply.slots_needed) * self.table.slot_bytes;
+        after <= peak.saturating_add(share_of(peak, slack / 100.0))
+    }
+
+    /// Reserves addresses for the heap: twice as many as it has, or as the request needs. `false` if there are none.
+    fn reserve_range(&mut self, kind: SegmentKind, bytes: u64) -> Result<bool> {
+        const FIRST: [u64; 2] = [1 << 30, 2 << 30];
+        let has: u64 = self.table.bytes_of_ranges(self.request.heap, kind);
+        let most = self.device.bytes_total.next_multiple_of(1 << 30).max(FIRST[1]);
+        let wanted = has.clamp(FIRST[kind as usize], most).max(bytes.saturating_add(2 * self.table.slot_bytes));
+        let Some((base, bytes)) = self.device.space.reserve(self.device.instance(), wanted)? else { return Ok(false) };
+        let number = self.table.add_range(base, bytes, self.request.heap, kind);
+        let range = self.cell.lock().add_range(kind, number, base, bytes);
+        self.device.space.assign(base, bytes, Location { heap: self.request.heap, kind, range });
+        Ok(true)
+    }
+}
+
+/// The pages that are wholly in free blocks of a heap, if those may be taken, and the spare ones.
+fn free_pages(table: &PageTable, heap: &Heap, takes_own: bool) -> PageSet {
+    let mut free: PageSet = table.spare_pages().iter().copied().collect();
+    if takes_own {
+        table.add_free_pages(heap, &mut free);
+    }
+    free
+}

@@ -1,0 +1,228 @@
+//! Taking free pages from heaps: this one's, and others', whose work the request's stream then waits for.
+
+use warpool_driver::{EventScope, StreamId};
+
+use super::Fill;
+use crate::memory::Action;
+use crate::memory::paged::heap::Heap;
+use crate::memory::paged::old_mappings;
+use crate::memory::paged::page_sizes::PageSizes;
+use crate::memory::paged::pages::{PageId, Slot};
+use crate::memory::paged::pending::PendingFrees;
+use crate::memory::paged::pools::Takeable;
+use crate::memory::paged::supply::Supply;
+use crate::memory::stream_fence::{self, Recorded};
+use crate::{Result, lock};
+
+impl Fill<'_> {
+    /// Takes free pages of this heap, and of others if they are asked first.
+    pub(super) fn take(&mut self, supply: &mut Supply) -> Result<()> {
+        if self.request.on_oom {
+            return self.take_largest_first(supply);
+        }
+        if self.others_first {
+            self.take_from_others(supply, 1)?;
+        }
+        if self.takes_own() {
+            self.take_from(self.request.heap, supply, 1);
+        }
+        Ok(())
+    }
+
+    /// Takes large pages from everywhere before smaller ones: those may fit where a large one does not any more.
+    fn take_largest_first(&mut self, supply: &mut Supply) -> Result<()> {
+        let mut slots_min = PageSizes::SLOTS_MAX;
+        while slots_min > 0 {
+            self.take_spare(supply, slots_min);
+            if self.takes_own() {
+                self.take_from(self.request.heap, supply, slots_min);
+            }
+            if self.asks_others {
+                self.take_from_others(supply, slots_min)?;
+            }
+            slots_min /= 2;
+        }
+        Ok(())
+    }
+
+    /// Takes spare pages of at least `slots_min` slots, the largest first.
+    pub(super) fn take_spare(&mut self, supply: &mut Supply, slots_min: u32) {
+        while supply.slots_needed > 0
+            && let Some(page) = self.table.take_spare(slots_min..=supply.next_max())
+        {
+            supply.add(page, self.table.page(page).slots, None);
+        }
+    }
+
+    /// Whether another heap has more free memory than this one, and enough. Pages are then taken from there first: a
+    /// heap with little to spare would move its few free pages from one request to the next.
+    pub(super) fn others_have_more(&self, bytes: u64) -> bool {
+        if self.request.capturing || self.device.heaps.len() < 2 {
+            return false;
+        }
+        let own = self.free_bytes(self.request.heap);
+        let others = self.device.heaps.iter().map(|(number, _)| number).filter(|&number| number != self.request.heap);
+        others.into_iter().any(|number| {
+            let free = self.free_bytes(number);
+            free > own.max(bytes) && matches!(self.takeable(number), Takeable::After(_))
+        })
+    }
+
+    /// The free memory of a heap, without what is smaller than a page.
+    fn free_bytes(&self, number: u32) -> u64 {
+        let mut heap = self.device.heaps.get(number).lock();
+        heap.merge_recent();
+        heap.free_bytes_from(self.table.slot_bytes)
+    }
+
+    pub(super) fn takeable(&self, number: u32) -> Takeable {
+        let pool = self.device.heaps.get(number).lock().pool;
+        lock(&self.device.pools).takeable(pool)
+    }
+
+    /// Takes pages of at least `slots_min` slots from free blocks of a heap, the smallest first: those that fill a unit
+    /// alone, since mapping them costs least, then several that fill one together, and then others.
+    fn take_from(&mut self, number: u32, supply: &mut Supply, slots_min: u32) {
+        let unit = self.unit();
+        let mut slots = PageSizes::SLOTS_MAX;
+        while unit > 1 && slots >= slots_min && supply.slots_needed > 0 {
+            if self.table.has_pages_of(slots) {
+                self.take_units(number, supply, unit, slots);
+            }
+            slots /= 2;
+        }
+        self.take_units(number, supply, 1, slots_min);
+    }
+
+    /// Takes pages of at least `slots_min` slots, as far as all of a unit of so many slots is free.
+    fn take_units(&mut self, number: u32, supply: &mut Supply, unit: u32, slots_min: u32) {
+        if supply.slots_needed == 0 {
+            return;
+        }
+        let mut heap = self.device.heaps.get(number).lock();
+        heap.merge_recent();
+        for block in heap.blocks_with_pages(self.table.slot_bytes) {
+            let (pages, mut taken): (Vec<_>, _) = (self.table.pages_in(&heap, block).collect(), Vec::new());
+            // Pages by address, in groups of those that begin in the same unit.
+            for pages in pages.chunk_by(|(a, _), (b, _)| a.index / unit == b.index / unit) {
+                // A unit is taken whole, or what of it is needed at last.
+                let slots: u32 = pages.iter().map(|&(_, page)| self.table.page(page).slots).sum();
+                if slots < unit.min(supply.slots_needed) {
+                    continue;
+                }
+                for &(slot, page) in pages {
+                    let slots = self.table.page(page).slots;
+                    if slots >= slots_min && supply.accepts(slots) {
+                        supply.add(page, slots, Some(slot));
+                        taken.push((slot, page));
+                    }
+                }
+            }
+            self.take_pages(&mut heap, block, &taken);
+            if supply.slots_needed == 0 {
+                return;
+            }
+        }
+    }
+
+    /// Takes pages from other heaps. The request's stream waits, on the device, for the work of theirs.
+    pub(super) fn take_from_others(&mut self, supply: &mut Supply, slots_min: u32) -> Result<()> {
+        if self.request.capturing {
+            return Ok(());
+        }
+        for (number, cell) in self.device.heaps.iter() {
+            if supply.slots_needed == 0 {
+                break;
+            }
+            if number == self.request.heap {
+                continue;
+            }
+            let (stream, pool, has_pages) = {
+                let mut heap = cell.lock();
+                heap.merge_recent();
+                (heap.stream, heap.pool, heap.has_free_from(self.table.slot_bytes))
+            };
+            if !has_pages {
+                continue;
+            }
+            let mut streams = match lock(&self.device.pools).takeable(pool) {
+                Takeable::After(streams) => streams,
+                Takeable::OnOom if self.request.on_oom => Vec::new(),
+                Takeable::OnOom | Takeable::Never => continue,
+            };
+            streams.push(stream);
+            streams.retain(|&stream| stream != self.request.stream);
+            // Taken first: the events are then behind all work that ever used the pages.
+            let before = supply.clone();
+            self.take_from(number, supply, slots_min);
+            if supply.pages.len() == before.pages.len() {
+                continue;
+            }
+            let ordered = self.order_after(&streams);
+            if !matches!(ordered, Ok(true)) {
+                let taken = supply.pages.split_off(before.pages.len());
+                *supply = before;
+                taken.into_iter().for_each(|supplied| self.put_back(supplied.page, supplied.from));
+                ordered?;
+            }
+        }
+        Ok(())
+    }
+
+    /// These pages, which are in a free block, belong to it no longer. They are sorted by address.
+    pub(super) fn take_pages(&mut self, heap: &mut Heap, block: u32, pages: &[(Slot, PageId)]) {
+        // From the end: what is left of the block in front keeps its number.
+        for &(slot, page) in pages.iter().rev() {
+            let (start, bytes) = (self.table.addr(slot), self.table.page_bytes(page));
+            heap.make_hole(block, start, start + bytes);
+            self.table.set_home(page, None);
+            self.table.totals.taken += 1;
+            self.device.record(Action::SegmentUnmap, start, bytes, heap, self.details);
+        }
+    }
+
+    /// Makes the request's stream wait for the work of another heap. `false` if it must not be taken from.
+    pub(super) fn order_after_heap(&self, number: u32) -> Result<bool> {
+        let (stream, pool) = {
+            let heap = self.device.heaps.get(number).lock();
+            (heap.stream, heap.pool)
+        };
+        let takeable = lock(&self.device.pools).takeable(pool);
+        match takeable {
+            Takeable::After(mut streams) => {
+                streams.push(stream);
+                streams.retain(|&stream| stream != self.request.stream);
+                self.order_after(&streams)
+            }
+            Takeable::OnOom | Takeable::Never => Ok(false),
+        }
+    }
+
+    /// Makes the request's stream wait for the work that these streams hold now. `false` if a capture forbids it.
+    fn order_after(&self, streams: &[StreamId]) -> Result<bool> {
+        #[cfg(test)]
+        if crate::memory::paged::defect::Defect::NoEventBetweenHeaps.is_on() {
+            return Ok(true);
+        }
+        let owner = PendingFrees::new(self.device, self.details);
+        for &stream in streams {
+            match stream_fence::record(&owner, stream)? {
+                Recorded::Fenced(event) => {
+                    let driver = self.device.driver();
+                    driver.stream_wait_event(self.request.stream, event.id(), EventScope::Plain)?;
+                }
+                Recorded::AlreadyDone => {}
+                Recorded::CaptureActive => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Has an event recorded behind the work that used what was taken from this heap. Without it the old mappings stay
+    /// until a later one.
+    pub(super) fn record_takes(&mut self) {
+        if let Err(error) = old_mappings::record_takes(self.device, self.table, self.request.heap, self.details) {
+            tracing::warn!(%error, "no event could be recorded behind taken pages; it is retried");
+        }
+    }
+}
