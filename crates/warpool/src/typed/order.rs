@@ -26,7 +26,7 @@ pub(super) struct Span {
 
 impl Span {
     fn overlaps(self, other: Self) -> bool {
-        self.start < other.end && other.start < self.end
+        self.start.max(other.start) < self.end.min(other.end)
     }
 
     pub(super) fn conflicts(self, other: Self) -> bool {
