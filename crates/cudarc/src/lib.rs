@@ -1,4 +1,4 @@
-//! Warpool's device memory beside [cudarc](cudarc) 0.19: memory from any of Warpool's allocators that cudarc's launch
+//! Warpool's device memory beside [cudarc] 0.19: memory from any of Warpool's allocators that cudarc's launch
 //! builder, copies and cuBLAS wrappers accept, and Warpool's own [`DeviceVec`](warpool::DeviceVec)s in cudarc's calls.
 //!
 //! ```no_run
