@@ -6,6 +6,8 @@ use std::cell::Cell;
 pub(super) enum Defect {
     /// A stream that takes pages of another stream's heap does not wait for that stream.
     NoEventBetweenHeaps,
+    /// Streams that use memory although nobody said so are not waited for.
+    ForgetsBystanders,
     /// An old mapping is undone while its stream may still use it.
     UnmapsTooEarly,
 }

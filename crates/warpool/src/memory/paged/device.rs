@@ -276,6 +276,19 @@ impl PagedDevice {
         self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied()
     }
 
+    /// The streams that have heaps, each once.
+    pub(super) fn streams(&self) -> Vec<StreamId> {
+        #[cfg(test)]
+        if super::defect::Defect::ForgetsBystanders.is_on() {
+            return Vec::new();
+        }
+        let keys = self.by_key.read().unwrap_or_else(PoisonError::into_inner);
+        let mut streams: Vec<StreamId> = keys.by_key.keys().map(|&(stream, _)| stream).collect();
+        streams.sort_unstable();
+        streams.dedup();
+        streams
+    }
+
     pub(super) fn settings(&self) -> Arc<Settings> {
         Arc::clone(&lock(&self.shared.settings))
     }

@@ -14,6 +14,10 @@ use crate::{Result, lock};
 /// At how many addresses a page may be mapped.
 const MAPPED_MAX: usize = 8;
 
+/// How often events are recorded behind takes from a heap before the first of them have passed. Takes in between get
+/// theirs after that: an old mapping then stays a little longer, which costs addresses, not memory.
+const OUTSTANDING_MAX: usize = 2;
+
 /// If a page is mapped at too many addresses, leaves the oldest mapping to [`undo_some`].
 pub(super) fn retire_oldest(table: &mut PageTable, page: PageId) {
     let Some(slot) = oldest(table, page) else { return };
@@ -42,22 +46,30 @@ fn users_of(device: &PagedDevice, heap: u32) -> Option<Vec<StreamId>> {
     (!pools.has_graphs(pool)).then(|| pools.used_by(pool).into_iter().chain([stream]).collect())
 }
 
-/// Records events behind all work that used the pages taken from a heap so far. While a capture forbids it, that is
-/// left to a later call.
+/// Records events behind all work that used the pages taken from a heap so far, and behind that of the other streams of
+/// the device (`fill/order.rs` says why). While a capture forbids it, or enough are recorded, that is left to a later
+/// call.
 pub(super) fn record_takes(
     device: &PagedDevice,
     table: &mut PageTable,
     heap: u32,
     details: &EntryDetails,
 ) -> Result<()> {
+    if table.takes_outstanding(heap) >= OUTSTANDING_MAX {
+        return Ok(());
+    }
     let Some(streams) = users_of(device, heap) else { return Ok(()) };
+    let owner = PendingFrees::new(device, details);
     let mut events = Vec::new();
-    for stream in streams {
-        match stream_fence::record(&PendingFrees::new(device, details), stream)? {
+    for &stream in &streams {
+        match stream_fence::record(&owner, stream)? {
             Recorded::Fenced(event) => events.push(event),
             Recorded::AlreadyDone => {}
             Recorded::CaptureActive => return Ok(()),
         }
+    }
+    for stream in device.streams().into_iter().filter(|stream| !streams.contains(stream)) {
+        events.extend(stream_fence::record_bystander(&owner, stream)?);
     }
     table.takes_recorded(heap, events);
     Ok(())
@@ -68,16 +80,28 @@ pub(super) fn record_takes(
 pub(super) fn wait(device: &PagedDevice, table: &mut PageTable, heap: u32, details: &EntryDetails) -> Result<()> {
     let has_old = table.mappings_of(heap).iter().any(|&(_, _, is_home)| !is_home);
     let Some(streams) = users_of(device, heap).filter(|_| has_old) else { return Ok(()) };
-    for stream in streams {
+    for &stream in &streams {
         if !stream_fence::wait_for_stream(&PendingFrees::new(device, details), stream)? {
             return Ok(());
         }
     }
+    wait_for_bystanders(device, &streams, details)?;
     table.takes_passed(heap);
     Ok(())
 }
 
-/// Reads how far the stream of a heap has come.
+/// Waits for the other streams of the device that can be waited for.
+pub(super) fn wait_for_bystanders(device: &PagedDevice, known: &[StreamId], details: &EntryDetails) -> Result<()> {
+    for stream in device.streams().into_iter().filter(|stream| !known.contains(stream)) {
+        if let Some(event) = stream_fence::record_bystander(&PendingFrees::new(device, details), stream)? {
+            let _safe = device.capture_safe()?;
+            device.driver().event_synchronize(event.id())?;
+        }
+    }
+    Ok(())
+}
+
+/// Reads how far the streams have come that may use the addresses of a heap.
 pub(super) fn poll(device: &PagedDevice, table: &mut PageTable, heap: u32) -> Result<()> {
     let _safe = device.capture_safe()?;
     Ok(table.poll_takes(heap, |event| device.driver().event_query(event.id()))?)

@@ -406,6 +406,11 @@ impl PageTable {
         takes.current += 1;
     }
 
+    /// How many groups of events behind takes from a heap have not passed.
+    pub(super) fn takes_outstanding(&self, heap: u32) -> usize {
+        self.takes.get(&heap).map_or(0, |takes| takes.recorded.len())
+    }
+
     /// Forgets the takes from heaps in which nothing is mapped any more, with their events.
     pub(super) fn forget_takes(&mut self) {
         let heaps: Vec<u32> = self.takes.keys().copied().filter(|&heap| self.is_unmapped(heap)).collect();

@@ -73,12 +73,16 @@ fn record_passed(
     streams.sort_unstable();
     streams.dedup();
     let mut events = Vec::new();
-    for stream in streams {
+    for &stream in &streams {
         match stream_fence::record(&PendingFrees::new(device, details), stream)? {
             Recorded::Fenced(event) => events.push(Arc::new(event)),
             Recorded::AlreadyDone => {}
             Recorded::CaptureActive => return Ok(()),
         }
+    }
+    for stream in device.streams().into_iter().filter(|stream| !streams.contains(stream)) {
+        let event = stream_fence::record_bystander(&PendingFrees::new(device, details), stream)?;
+        events.extend(event.map(Arc::new));
     }
     lock(&device.pools).set_passed(pool, events);
     Ok(())
@@ -147,22 +151,36 @@ pub(super) fn has_large_pages(device: &PagedDevice) -> bool {
 
 /// Streams that were waited for, and whether a capture forbade it.
 #[derive(Default)]
-struct Waited(BTreeMap<StreamId, bool>);
+struct Waited {
+    by_stream: BTreeMap<StreamId, bool>,
+    /// Whether all others were waited for, too.
+    bystanders: bool,
+}
 
 impl Waited {
     /// Waits for the work that the stream holds now.
     fn anew(&mut self, device: &PagedDevice, stream: StreamId, details: &EntryDetails) -> Result<bool> {
-        self.0.remove(&stream);
+        self.by_stream.remove(&stream);
         self.for_stream(device, stream, details)
     }
 
     fn for_stream(&mut self, device: &PagedDevice, stream: StreamId, details: &EntryDetails) -> Result<bool> {
-        if let Some(&waited) = self.0.get(&stream) {
+        if let Some(&waited) = self.by_stream.get(&stream) {
             return Ok(waited);
         }
         let waited = stream_fence::wait_for_stream(&PendingFrees::new(device, details), stream)?;
-        self.0.insert(stream, waited);
+        self.by_stream.insert(stream, waited);
         Ok(waited)
+    }
+
+    /// Waits for all streams of the device that were not waited for and that can be.
+    fn for_bystanders(&mut self, device: &PagedDevice, details: &EntryDetails) -> Result<()> {
+        if !self.bystanders {
+            let known: Vec<StreamId> = self.by_stream.keys().copied().collect();
+            old_mappings::wait_for_bystanders(device, &known, details)?;
+            self.bystanders = true;
+        }
+        Ok(())
     }
 }
 
@@ -257,6 +275,7 @@ fn release_heap(
     if most < u64::MAX {
         return outcome;
     }
+    waited.for_bystanders(device, details)?;
     // Old mappings of pages that are in use elsewhere.
     for (page, slot, is_home) in table.mappings_of(number) {
         if !is_home {
@@ -300,6 +319,7 @@ fn release_page(
             return Ok(false);
         }
     }
+    waited.for_bystanders(device, details)?;
     // The home last: if one before it fails the page still has it.
     for slot in table.page(page).mapped.clone() {
         unmap(device, table, page, slot)?;

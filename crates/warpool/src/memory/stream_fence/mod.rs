@@ -39,5 +39,5 @@ pub(crate) use fencing::{fence, fence_later, retry_unfenced};
 pub(crate) use owner::FenceOwner;
 pub(crate) use poll::{poll, poll_of, poll_some, wait_all};
 pub(crate) use queues::{Fence, PENDING_PER_CALL, StreamFences};
-pub(crate) use record::{Recorded, order_after, record, wait_for_devices, wait_for_stream};
+pub(crate) use record::{Recorded, order_after, record, record_bystander, wait_for_devices, wait_for_stream};
 pub(crate) use uses::StreamUses;

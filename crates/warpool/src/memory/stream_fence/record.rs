@@ -42,6 +42,20 @@ pub(crate) fn record(owner: &impl FenceOwner, stream: StreamId) -> Result<Record
     Ok(Recorded::Fenced(event))
 }
 
+/// Records an event behind the work of a stream that nobody said uses the memory in question. `None` if a capture
+/// forbids it, or if the stream is destroyed.
+pub(crate) fn record_bystander(owner: &impl FenceOwner, stream: StreamId) -> Result<Option<PooledEvent>> {
+    if owner.capture_status(stream)? == CaptureStatus::StreamDestroyed
+        || owner.instance().driver().stream_handle(stream).is_err()
+    {
+        return Ok(None);
+    }
+    match record(owner, stream)? {
+        Recorded::Fenced(event) => Ok(Some(event)),
+        Recorded::AlreadyDone | Recorded::CaptureActive => Ok(None),
+    }
+}
+
 /// The last work of a destroyed stream may still run, and only the devices can be waited for.
 fn record_destroyed(owner: &impl FenceOwner) -> Result<Recorded> {
     let waited = !owner.has_captures() && wait_for_devices(owner.instance())?;

@@ -13,6 +13,7 @@
 //! free blocks, and the rest of the window holes.
 
 mod map;
+mod order;
 mod take;
 mod take_back;
 
@@ -65,8 +66,11 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
         asks_others: false,
         others_first: false,
         whole_pages: false,
+        ordered_after: None,
     };
-    fill.run()
+    let outcome = fill.run();
+    fill.order_after_bystanders();
+    outcome
 }
 
 struct Fill<'a> {
@@ -81,6 +85,8 @@ struct Fill<'a> {
     others_first: bool,
     /// Whether the window has room for the largest pages.
     whole_pages: bool,
+    /// Once pages of another heap were taken: the streams that the request's stream waits for since the last time.
+    ordered_after: Option<Vec<StreamId>>,
 }
 
 /// That a window was not filled is an answer too.

@@ -1,6 +1,4 @@
-//! Taking free pages from heaps: this one's, and others', whose work the request's stream then waits for.
-
-use warpool_driver::{EventScope, StreamId};
+//! Taking free pages from heaps: this one's, and others', whose work the request's stream then waits for (`order.rs`).
 
 use super::Fill;
 use crate::memory::Action;
@@ -8,10 +6,8 @@ use crate::memory::paged::heap::Heap;
 use crate::memory::paged::old_mappings;
 use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::pages::{PageId, Slot};
-use crate::memory::paged::pending::PendingFrees;
 use crate::memory::paged::pools::Takeable;
 use crate::memory::paged::supply::Supply;
-use crate::memory::stream_fence::{self, Recorded};
 use crate::{Result, lock};
 
 impl Fill<'_> {
@@ -151,14 +147,13 @@ impl Fill<'_> {
                 Takeable::OnOom | Takeable::Never => continue,
             };
             streams.push(stream);
-            streams.retain(|&stream| stream != self.request.stream);
             // Taken first: the events are then behind all work that ever used the pages.
             let before = supply.clone();
             self.take_from(number, supply, slots_min);
             if supply.pages.len() == before.pages.len() {
                 continue;
             }
-            let ordered = self.order_after(&streams);
+            let ordered = self.order_after(streams);
             if !matches!(ordered, Ok(true)) {
                 let taken = supply.pages.split_off(before.pages.len());
                 *supply = before;
@@ -179,43 +174,6 @@ impl Fill<'_> {
             self.table.totals.taken += 1;
             self.device.record(Action::SegmentUnmap, start, bytes, heap, self.details);
         }
-    }
-
-    /// Makes the request's stream wait for the work of another heap. `false` if it must not be taken from.
-    pub(super) fn order_after_heap(&self, number: u32) -> Result<bool> {
-        let (stream, pool) = {
-            let heap = self.device.heaps.get(number).lock();
-            (heap.stream, heap.pool)
-        };
-        let takeable = lock(&self.device.pools).takeable(pool);
-        match takeable {
-            Takeable::After(mut streams) => {
-                streams.push(stream);
-                streams.retain(|&stream| stream != self.request.stream);
-                self.order_after(&streams)
-            }
-            Takeable::OnOom | Takeable::Never => Ok(false),
-        }
-    }
-
-    /// Makes the request's stream wait for the work that these streams hold now. `false` if a capture forbids it.
-    fn order_after(&self, streams: &[StreamId]) -> Result<bool> {
-        #[cfg(test)]
-        if crate::memory::paged::defect::Defect::NoEventBetweenHeaps.is_on() {
-            return Ok(true);
-        }
-        let owner = PendingFrees::new(self.device, self.details);
-        for &stream in streams {
-            match stream_fence::record(&owner, stream)? {
-                Recorded::Fenced(event) => {
-                    let driver = self.device.driver();
-                    driver.stream_wait_event(self.request.stream, event.id(), EventScope::Plain)?;
-                }
-                Recorded::AlreadyDone => {}
-                Recorded::CaptureActive => return Ok(false),
-            }
-        }
-        Ok(true)
     }
 
     /// Has an event recorded behind the work that used what was taken from this heap. Without it the old mappings stay

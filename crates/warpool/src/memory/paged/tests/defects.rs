@@ -9,7 +9,7 @@ use crate::memory::paged::defect::Defect;
 use crate::memory::{Allocation, DeviceAllocator as _, Request, Settings};
 
 /// What the simulation sees in a program. An access to unmapped memory loses the device: all calls fail then.
-fn seen(program: impl FnOnce() -> Option<String>) -> Option<String> {
+pub fn seen(program: impl FnOnce() -> Option<String>) -> Option<String> {
     catch_unwind(AssertUnwindSafe(program)).unwrap_or_else(|panic| match panic.downcast_ref::<String>() {
         Some(message) if message.contains("CUDA_ERROR_ILLEGAL_ADDRESS") => Some(message.clone()),
         _ => resume_unwind(panic),

@@ -2,6 +2,7 @@
 //! time. The simulation knows contents and order: a lost tag or a hazard is a defect of the allocator.
 //!
 //! - `program`: one thread, several streams, pools, captures and replays, limits, trims, driver calls that fail.
+//! - `bystanders`: streams that use a block although nobody said so.
 //! - `defects`: deliberate defects are found.
 //! - `faults`: every driver call of fixed programs fails once.
 //! - `graph_pools`: what a captured graph needs of its pages, step by step.
@@ -12,6 +13,7 @@
 //! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, `WARPOOL_SWARM_COUNT=n` that many, from
 //! `WARPOOL_SWARM_FIRST` on.
 
+mod bystanders;
 mod defects;
 mod faults;
 mod graph_pools;
