@@ -5,7 +5,7 @@
 
 use std::hint::black_box;
 use std::path::Path;
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use warpool::memory::{
@@ -76,6 +76,7 @@ impl BenchContext {
         let properties = self.stream.device().properties().clone();
         let allocator = self.caching(Settings::default());
         warm_up(WARM_UP, || pair(&*allocator, self.request(64 * KIB)))?;
+        self.slowest_mutex_of_many(report)?;
         let worst = self.cached("", &|| Ok(self.caching(Settings::default())), report)?;
         report.remark(remark("caching", worst, CACHING_PAIR_MAX));
         if properties.virtual_memory {
@@ -249,25 +250,52 @@ impl BenchContext {
         })
     }
 
-    /// As many threads as the machine runs at once, 16 at most, each with a stream of its own, next to one thread.
+    /// Pairs of threads with a stream of their own each, next to one thread.
     fn slowest_of_many(&self, kind: &str, allocator: &SharedAllocator, report: &mut Report<'_>) -> Result<()> {
-        const THREADS_MAX: usize = 16;
-        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(THREADS_MAX);
-        let device = self.stream.device();
+        let (device, threads) = (self.stream.device(), threads());
         let streams = (0..threads).map(|_| device.lease_stream()).collect::<warpool::Result<Vec<_>>>()?;
+        let requests: Vec<_> = streams.iter().map(|stream| Request::new(self.device, stream.id(), 64 * KIB)).collect();
+        let measurement = self.slowest_of(threads, &|thread| pair(&**allocator, requests[thread]))?;
+        let case = format!("{kind}pair of 64 KiB, the slowest of {threads} threads on own streams");
+        report.add(Row { baseline: "one thread", ..Row::new(case, measurement) })
+    }
+
+    /// What the machine itself makes of so many threads that share nothing: two on one core are slower than one.
+    fn slowest_mutex_of_many(&self, report: &mut Report<'_>) -> Result<()> {
+        /// Two lines of the cache: processors fetch them in pairs.
+        #[repr(align(128))]
+        struct Own(Mutex<u64>);
+        let threads = threads();
+        let own: Vec<Own> = (0..threads).map(|_| Own(Mutex::new(0))).collect();
+        let measurement = self.slowest_of(threads, &|thread| {
+            if let Ok(mut value) = black_box(&own[thread].0).lock() {
+                *value += 1;
+            }
+            Ok(())
+        })?;
+        let case = format!("an uncontended mutex, the slowest of {threads} threads with one each");
+        report.add(Row { baseline: "one thread", ..Row::new(case, measurement) })
+    }
+
+    /// The slowest of so many threads, next to one thread. `operation` gets the number of the thread.
+    fn slowest_of(
+        &self,
+        threads: usize,
+        operation: &(dyn Fn(usize) -> warpool::Result<()> + Sync),
+    ) -> warpool::Result<Measurement> {
         let ops = (self.ops / ROUNDS).max(1);
         let round = |count: usize| {
             let barrier = Barrier::new(count);
             std::thread::scope(|scope| {
-                let spawn = |stream| {
-                    let (request, barrier) = (Request::new(self.device, stream, 64 * KIB), &barrier);
+                let spawn = |thread| {
+                    let barrier = &barrier;
                     scope.spawn(move || {
-                        pair(&**allocator, request)?;
+                        operation(thread)?;
                         barrier.wait();
-                        timed(ops, || pair(&**allocator, request))
+                        timed(ops, || operation(thread))
                     })
                 };
-                let running: Vec<_> = streams[..count].iter().map(|stream| spawn(stream.id())).collect();
+                let running: Vec<_> = (0..count).map(spawn).collect();
                 let mut slowest = Duration::ZERO;
                 for thread in running {
                     slowest = slowest.max(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?);
@@ -275,9 +303,7 @@ impl BenchContext {
                 Ok::<_, warpool::Error>(ns_each(slowest, ops))
             })
         };
-        let measurement = fastest(ROUNDS, || round(1), || round(threads))?;
-        let case = format!("{kind}pair of 64 KiB, the slowest of {threads} threads on own streams");
-        report.add(Row { baseline: "one thread", ..Row::new(case, measurement) })
+        fastest(ROUNDS, || round(1), || round(threads))
     }
 
     /// Slots that are filled and emptied at random, with sizes from 512 B to 16 MiB, uniform in magnitude.
@@ -325,6 +351,12 @@ impl BenchContext {
     fn empty_cache(&self, allocator: &SharedAllocator) -> Result<()> {
         Ok(allocator.trim(self.device, MemPoolId::DEFAULT).map(drop)?)
     }
+}
+
+/// As many threads as the machine runs at once, 16 at most.
+fn threads() -> usize {
+    const THREADS_MAX: usize = 16;
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(THREADS_MAX)
 }
 
 /// The program of a recording, with the name of the file.
