@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tests the Python package on the simulated GPU, then builds a wheel as the one to distribute, installs it into an empty
-# environment and uses it there. Needs Python 3.9 or later, a Rust toolchain, and for the wheel Python 3.10, PyPI and a
-# C++ compiler; no PyTorch, no GPU. `--no-wheel` skips the wheel.
+# Tests the Python package and its C++ layer on the simulated GPU, then builds a wheel as the one to distribute,
+# installs it into an empty environment and uses it there. Needs Python 3.9 or later (for the wheel 3.10), a Rust
+# toolchain, PyPI and a C++ compiler; no PyTorch, no GPU. `--no-wheel` skips the wheel.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export WARPOOL_DRIVER=sim PYTHONDONTWRITEBYTECODE=1
@@ -12,15 +12,17 @@ cargo build --package warpool-torch
 for test in native enable sleep backend compare; do
   PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so python3 "python/tests/test_$test.py"
 done
-[ "${1:-}" != --no-wheel ] || exit 0
-
-# Unoptimized, and with the backend of one version of PyTorch: its C++ is compiled against PyTorch's headers, and run
-# with PyTorch's libc10 and libc10_cuda.
-backends=(--torch 2.11)
+# The C++ layer, against the headers of one version of PyTorch, with its libc10 and libc10_cuda.
 if ! command -v "${CXX:-c++}" >/dev/null; then
   echo "a C++ compiler is not installed: the C++ layer was NOT compiled"
-  backends=(--without-backends)
+else
+  python/tests/backend/run 2.11
 fi
+[ "${1:-}" != --no-wheel ] || exit 0
+
+# Unoptimized, and with the backend of one version of PyTorch.
+backends=(--torch 2.11)
+command -v "${CXX:-c++}" >/dev/null || backends=(--without-backends)
 scripts/wheel --profile dev --out "$target/python-wheels" "${backends[@]}"
 python/tests/wheel "$target"/python-wheels/warpool-*.whl
 if [ "${backends[0]}" = --torch ]; then

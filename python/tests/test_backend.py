@@ -153,6 +153,18 @@ class Build(Folder):
         with self.assertRaisesRegex(warpool.Error, "not a file"):
             self.build()
 
+    def test_incomplete_sources_are_told(self) -> None:
+        sources = self.folder / "cpp"
+        sources.mkdir()
+        with mock.patch.object(_backend, "_SOURCES", sources):
+            with self.assertRaisesRegex(_backend.Unavailable, "there are none"):
+                self.build()
+            (sources / "install.cpp").touch()
+            # As in a copy of the repository's folder alone.
+            (sources / "warpool_torch.h").symlink_to("../../nowhere/warpool_torch.h")
+            with self.assertRaisesRegex(_backend.Unavailable, "warpool_torch.h is missing.*cp -rL"):
+                self.build()
+
     def test_cache_folder_that_cannot_be_written_is_an_error(self) -> None:
         self.cache.write_text("not a folder")
         with self.assertRaisesRegex(warpool.Error, "WARPOOL_CACHE.*warpool.torch build"):

@@ -150,9 +150,7 @@ def command(torch: Any) -> Tuple[str, List[str]]:
     root = Path(torch.__file__).resolve().parent
     if not (root / "include" / "c10").is_dir() or not (root / "lib" / "libc10_cuda.so").is_file():
         raise Unavailable(f"PyTorch's headers and libraries are not in {root}")
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    if not sources:
-        raise Unavailable(f"the sources of the backend are not in {_SOURCES}")
+    sources = [source for source in _sources() if source.suffix == ".cpp"]
     includes = [root / "include", *_cuda_includes(root)]
     parts = [*compiler.split(), *_FLAGS, _standard(torch), f"-I{_SOURCES}"]
     parts.append(f'-DWARPOOL_VERSION="{__version__}"')
@@ -201,9 +199,23 @@ def _key(torch: Any) -> str:
     digest = hashlib.sha256()
     for part in (torch.__version__, __version__, os.environ.get("CXX", ""), *_FLAGS, *_LIBRARIES):
         digest.update(part.encode() + b"\0")
-    for source in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
+    for source in _sources():
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _sources() -> List[Path]:
+    """The sources of the backend with their headers. Raises `Unavailable` if some are missing."""
+    found = sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")])
+    # In the repository the header of the C interface is a link to where it is generated.
+    missing = [path for path in (*found, _SOURCES / "warpool_torch.h") if not path.is_file()]
+    if not found or missing:
+        what = f"{missing[0].name} is missing" if found else "there are none"
+        raise Unavailable(
+            f"the sources of the backend in {_SOURCES} are not complete: {what}. Install the wheel, or copy the folder "
+            "with what its links point to (cp -rL)"
+        )
+    return found
 
 
 @contextlib.contextmanager

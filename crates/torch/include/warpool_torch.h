@@ -773,11 +773,12 @@ int warpool_pinned_reset_peak_stats(void);
 int warpool_pinned_reset_accumulated_stats(void);
 
 // Calls `write` once with how another process can open the memory at `ptr`: the handle of the memory that it is in,
-// and where it begins there. The block must stay allocated as long as others use it.
+// and where it begins there. The block must stay allocated as long as others use it. `torch_version` is the version of
+// the handles of PyTorch's own allocator, with which processes can open it too: 2, since PyTorch 2.13 3.
 //
 // # Safety
 // `write` is NULL, which is an error, or can be called with `user`.
-int warpool_share(void *ptr, warpool_write_handle write, void *user);
+int warpool_share(void *ptr, uint8_t torch_version, warpool_write_handle write, void *user);
 
 // Opens memory of another process on `device`, by the `length` bytes at `handle`, and writes its start to `ptr`. Every
 // call is to be paired with one of `warpool_close_shared`.

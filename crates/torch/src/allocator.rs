@@ -11,6 +11,9 @@ use warpool_driver::{DeviceId, DevicePtr};
 
 use crate::error::{Error, Result};
 
+/// Where a block is mapped; empty if there is none.
+pub(crate) type PartsOf = Arc<dyn Fn(DevicePtr) -> Vec<MappedPart> + Send + Sync>;
+
 /// The device allocator of a runtime.
 #[derive(Debug)]
 pub(crate) enum Allocator {
@@ -152,6 +155,21 @@ impl Allocator {
             Self::Caching(allocator) => Ok(allocator.mapped_parts(ptr)?),
             Self::Paged(allocator) => Ok(allocator.mapped_parts(ptr)?),
             Self::DriverPool(..) => Ok(Vec::new()),
+        }
+    }
+
+    /// The same for those who ask later, also when it is gone: then there are none.
+    pub(crate) fn parts_of(&self) -> PartsOf {
+        match self {
+            Self::Caching(allocator) => {
+                let allocator = Arc::downgrade(allocator);
+                Arc::new(move |ptr| allocator.upgrade().and_then(|it| it.mapped_parts(ptr).ok()).unwrap_or_default())
+            }
+            Self::Paged(allocator) => {
+                let allocator = Arc::downgrade(allocator);
+                Arc::new(move |ptr| allocator.upgrade().and_then(|it| it.mapped_parts(ptr).ok()).unwrap_or_default())
+            }
+            Self::DriverPool(..) => Arc::new(|_ptr| Vec::new()),
         }
     }
 

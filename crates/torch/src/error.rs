@@ -210,6 +210,17 @@ pub enum Error {
         source: io::Error,
     },
 
+    /// A descriptor of another process that this one may not take.
+    #[error(
+        "this process may not take the file descriptors by which process {process}, with PyTorch's own allocator, \
+         shares memory of expandable segments: the system allows it to those only that may debug that process \
+         (kernel.yama.ptrace_scope). Use Warpool there too, or no expandable_segments"
+    )]
+    SharedDescriptor {
+        /// The process's id.
+        process: u32,
+    },
+
     /// Shared memory that does not exist any more.
     #[error(
         "memory that process {process} shared is gone: the process that shared it has freed it; keep the tensor there \

@@ -22,7 +22,7 @@ use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DevicePtr, Driver, ForeignStream};
 
 use crate::allocator::Allocator;
-use crate::backend::{Annotations, Contexts, Direct, Filter, PinnedMemory, Routing, Sharing};
+use crate::backend::{Annotations, Contexts, Direct, Filter, MappedBlock, PinnedMemory, Routing, Sharing};
 use crate::captures::Captures;
 use crate::environment;
 use crate::error::{Error, Result};
@@ -341,10 +341,12 @@ impl Runtime {
     }
 
     /// How another process can open the memory at `ptr`: a handle of what it is in, and where it begins there.
-    pub fn share(&self, ptr: DevicePtr) -> Result<(Vec<u8>, usize)> {
+    pub fn share(&self, ptr: DevicePtr, torch_version: u8) -> Result<(Vec<u8>, usize)> {
         let parts = self.allocator.mapped_parts(ptr)?;
         if let Some(first) = parts.first() {
-            let handle = self.sharing.export_mapped(self.instance.driver(), &parts)?;
+            let (parts_of, observers) = (self.allocator.parts_of(), self.allocator().observers());
+            let block = MappedBlock { ptr, parts: &parts, torch_version, parts_of: &parts_of, observers };
+            let handle = self.sharing.export_mapped(self.instance.driver(), &block)?;
             return Ok((handle, (ptr.0 - first.ptr.0) as usize));
         }
         let (base, _) = self.segment_of(ptr)?;

@@ -4,11 +4,13 @@ The allocators are PyTorch's own (`native`, or `expandable`, for which the paren
 the environment or the default has it (`warpool`), or one of its backends by name.
 
 Every line of the output that begins with `@` is JSON for run.py: a check with its result, a note, or data to compare.
-An exception is a failed check.
+An exception is a failed check. WARPOOL_TEST_DUMP_EVERY=SECONDS shows on stderr where a long run is.
 """
 
+import faulthandler
 import importlib
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -57,6 +59,8 @@ def enable(allocator: str) -> None:
 def main() -> None:
     scenario, allocator = sys.argv[1:3]
     sys.path.insert(0, str(HERE))
+    if os.environ.get("WARPOOL_TEST_DUMP_EVERY"):
+        faulthandler.dump_traceback_later(float(os.environ["WARPOOL_TEST_DUMP_EVERY"]), repeat=True)
     try:
         module = importlib.import_module(MODULES.get(scenario, "scenarios"))
         run: Callable[[str], None] = getattr(module, scenario)

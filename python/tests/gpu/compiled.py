@@ -10,7 +10,7 @@ from typing import Any, List, Sequence
 
 import child
 import torch
-from child import check, data
+from child import check, data, note
 
 import model as models
 
@@ -27,8 +27,14 @@ def reduce_overhead(allocator: str) -> None:
 
 
 def max_autotune(allocator: str) -> None:
-    """Graph trees with kernels that are chosen by trial, which takes long: a model with one matrix product."""
+    """Graph trees with kernels that are chosen by trial, which takes long: a model with one matrix product, and few
+    kernels to choose from, all compiled in this process."""
     child.enable(allocator)
+    from torch._inductor import config
+
+    config.compile_threads = 1
+    config.max_autotune_gemm_backends = "ATEN,TRITON"
+    config.test_configs.max_mm_configs = 2
     torch.manual_seed(11)
     model = torch.nn.Sequential(torch.nn.Embedding(TOKENS, 128), torch.nn.GELU(), torch.nn.Linear(128, TOKENS))
     _compiled(model, "max-autotune", (LENGTH,))
@@ -38,6 +44,7 @@ def _compiled(model: Any, mode: str, lengths: Sequence[int]) -> None:
     torch.set_float32_matmul_precision("highest")
     model = model.cuda()
     losses = _train(model, torch.compile(model, mode=mode), lengths)
+    note("trained", f"{STEPS} steps")
     tokens = _generate(torch.compile(model.eval(), mode=mode))
     _check_trees(1 + 2 * len(lengths))
     check("losses fall", losses[-1] < losses[0], f"{losses[0]:.4f} to {losses[-1]:.4f}")

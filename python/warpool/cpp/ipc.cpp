@@ -5,6 +5,13 @@
 
 namespace warpool_torch {
 
+// How PyTorch's own allocator writes the handles of mapped memory, which processes without Warpool read.
+#if WARPOOL_TORCH_AT_LEAST(2, 13)
+constexpr uint8_t handle_version = 3;
+#else
+constexpr uint8_t handle_version = 2;
+#endif
+
 c10::cuda::CUDACachingAllocator::ShareableHandle DeviceAllocator::shareIpcHandle(void* ptr) {
     c10::cuda::CUDACachingAllocator::ShareableHandle shared{};
     const auto write = [](void* user, const uint8_t* handle, size_t length, size_t offset) {
@@ -15,7 +22,7 @@ c10::cuda::CUDACachingAllocator::ShareableHandle DeviceAllocator::shareIpcHandle
             return 0;
         });
     };
-    check(warpool_share(ptr, write, &shared));
+    check(warpool_share(ptr, handle_version, write, &shared));
     if (shared.handle.empty()) {
         throw_last_error();
     }

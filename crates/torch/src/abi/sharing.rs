@@ -11,15 +11,21 @@ use crate::runtime;
 pub type WriteHandle = Option<unsafe extern "C" fn(user: *mut c_void, handle: *const u8, length: usize, offset: usize)>;
 
 /// Calls `write` once with how another process can open the memory at `ptr`: the handle of the memory that it is in,
-/// and where it begins there. The block must stay allocated as long as others use it.
+/// and where it begins there. The block must stay allocated as long as others use it. `torch_version` is the version of
+/// the handles of PyTorch's own allocator, with which processes can open it too: 2, since PyTorch 2.13 3.
 ///
 /// # Safety
 /// `write` is NULL, which is an error, or can be called with `user`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn warpool_share(ptr: *mut c_void, write: WriteHandle, user: *mut c_void) -> c_int {
+pub unsafe extern "C" fn warpool_share(
+    ptr: *mut c_void,
+    torch_version: u8,
+    write: WriteHandle,
+    user: *mut c_void,
+) -> c_int {
     boundary::status(|| {
         let write = write.ok_or(Error::Null { argument: "write" })?;
-        let (handle, offset) = runtime::get()?.share(device_ptr(ptr))?;
+        let (handle, offset) = runtime::get()?.share(device_ptr(ptr), torch_version)?;
         // SAFETY: callable by this function's contract.
         unsafe { write(user, handle.as_ptr(), handle.len(), offset) };
         Ok(())

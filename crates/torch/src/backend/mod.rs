@@ -18,5 +18,5 @@ pub(crate) use direct::Direct;
 pub(crate) use filter::Filter;
 pub(crate) use pinned::PinnedMemory;
 pub(crate) use routing::Routing;
-pub(crate) use sharing::Sharing;
+pub(crate) use sharing::{MappedBlock, Sharing};
 pub(crate) use upstream::CallbackUpstream;

@@ -1,9 +1,9 @@
 //! Pages of another process, mapped side by side.
 
+use std::os::fd::OwnedFd;
+
 use warpool_driver::{Access, DeviceAccess, DeviceId, DevicePtr, Driver, PhysicalId, SharedMemory};
 
-use super::handle::PageHandle;
-use super::server::PageClient;
 use crate::error::Result;
 
 /// A reservation full of such pages.
@@ -18,15 +18,19 @@ impl MappedRange {
         self.ptr
     }
 
-    /// Gets the pages and maps them, all or none.
-    pub(super) fn open(driver: &dyn Driver, device: DeviceId, handle: &PageHandle) -> Result<Self> {
-        let mut client = PageClient::connect(handle.server)?;
-        let bytes = handle.pages.iter().fold(0_u64, |sum, &(_, bytes)| sum.saturating_add(bytes));
+    /// Maps pages of these sizes, all or none; `page` gives each by its number as a descriptor.
+    pub(super) fn open(
+        driver: &dyn Driver,
+        device: DeviceId,
+        sizes: &[u64],
+        mut page: impl FnMut(usize) -> Result<OwnedFd>,
+    ) -> Result<Self> {
+        let bytes = sizes.iter().fold(0_u64, |sum, &bytes| sum.saturating_add(bytes));
         let range = Self { ptr: driver.vm_reserve(bytes, 0, None)?, bytes };
         let mut mapped = 0;
         let outcome = (|| {
-            for &(physical, bytes) in &handle.pages {
-                let shared = SharedMemory::PosixFd(client.page(physical)?);
+            for (number, &bytes) in sizes.iter().enumerate() {
+                let shared = SharedMemory::PosixFd(page(number)?);
                 let imported = driver.vm_import(device, &shared, bytes)?;
                 let outcome = driver.vm_map(DevicePtr(range.ptr.0 + mapped), imported);
                 // Mapped, it lives as long as the mapping.

@@ -2,8 +2,10 @@
 //! process exported is opened once, however often it is received, and closed when its last user goes.
 //!
 //! Plain memory is exported as CUDA's handle of its segment, pages as their numbers and the name of a socket, from
-//! which the other process gets them as file descriptors (`server.rs`).
+//! which the other process gets them as file descriptors (`server.rs`). Processes with PyTorch's own allocator open
+//! either, and what they share is opened here (`descriptors.rs`).
 
+mod descriptors;
 mod handle;
 mod mapped;
 mod server;
@@ -11,12 +13,14 @@ mod server;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use warpool::memory::MappedPart;
+use warpool::memory::{MappedPart, Observers};
 use warpool_driver::{DeviceId, DevicePtr, Driver, ErrorCode};
 
+use self::descriptors::{KeptDescriptors, OtherProcess};
 use self::handle::{Handle, PageHandle};
 use self::mapped::MappedRange;
-use self::server::PageServer;
+use self::server::{PageClient, PageServer};
+use crate::allocator::PartsOf;
 use crate::error::{Error, Result};
 
 /// What this process shares with others.
@@ -25,7 +29,20 @@ pub(crate) struct Sharing {
     /// Started by the first export of pages.
     server: OnceLock<PageServer>,
     starting: Mutex<()>,
+    /// For processes with PyTorch's own allocator.
+    kept: Arc<KeptDescriptors>,
     opened: Mutex<Opened>,
+}
+
+/// A block of mapped memory that is to be shared.
+pub(crate) struct MappedBlock<'a> {
+    pub(crate) ptr: DevicePtr,
+    pub(crate) parts: &'a [MappedPart],
+    /// How PyTorch's own allocator writes handles.
+    pub(crate) torch_version: u8,
+    /// Of the allocator that it is of.
+    pub(crate) parts_of: &'a PartsOf,
+    pub(crate) observers: &'a Observers,
 }
 
 #[derive(Debug, Default)]
@@ -75,22 +92,38 @@ impl Sharing {
         }
     }
 
-    /// The handle of mapped memory: parts side by side, in the order of their addresses.
-    pub(crate) fn export_mapped(&self, driver: &Arc<dyn Driver>, parts: &[MappedPart]) -> Result<Vec<u8>> {
-        let first = parts.first().ok_or(Error::NotShareable)?;
+    /// The handle of a block of mapped memory: parts side by side, in the order of their addresses. With it comes
+    /// PyTorch's own form, in this version of it.
+    pub(crate) fn export_mapped(&self, driver: &Arc<dyn Driver>, block: &MappedBlock<'_>) -> Result<Vec<u8>> {
+        let first = block.parts.first().ok_or(Error::NotShareable)?;
         // Whether it can be shared at all is known now, not when another process asks.
         PageServer::export(&**driver, first.physical)?;
-        let pages = parts.iter().map(|part| (part.physical, part.bytes)).collect();
-        Ok(Handle::Pages(PageHandle { server: self.server(driver)?.id(), pages }).to_bytes())
+        let server = self.server(driver, block)?.id();
+        let torch = self.kept.keep(&**driver, block.torch_version, block.ptr, block.parts, block.parts_of)?;
+        let pages = block.parts.iter().map(|part| (part.physical, part.bytes)).collect();
+        Ok(Handle::Pages(PageHandle { server, pages, torch }).to_bytes())
     }
 
-    fn server(&self, driver: &Arc<dyn Driver>) -> Result<&PageServer> {
+    fn server(&self, driver: &Arc<dyn Driver>, block: &MappedBlock<'_>) -> Result<&PageServer> {
         let _serialized = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(server) = self.server.get() {
             return Ok(server);
         }
         let server = PageServer::start(Arc::clone(driver)).map_err(|source| Error::ShareServer { source })?;
+        self.close_freed_when_memory_moves(block);
         Ok(self.server.get_or_init(|| server))
+    }
+
+    /// Descriptors of freed blocks are closed before the allocator gets memory, or gives some back.
+    fn close_freed_when_memory_moves(&self, block: &MappedBlock<'_>) {
+        let (kept, parts_of) = (Arc::clone(&self.kept), Arc::clone(block.parts_of));
+        block.observers.attach_pressure_callback(Arc::new(move |_device| {
+            kept.close_freed(&parts_of);
+            // Nothing that can be allocated is free by that.
+            false
+        }));
+        let (kept, parts_of) = (Arc::clone(&self.kept), Arc::clone(block.parts_of));
+        block.observers.attach_trim_hook(Arc::new(move |_device| kept.close_freed(&parts_of)));
     }
 
     /// Opens memory of another process, or adds a user. The lock is held meanwhile: a handle must not be opened twice.
@@ -112,7 +145,18 @@ impl Sharing {
         }
         let memory = match &handle {
             Handle::Plain(handle) => Memory::Plain(driver.mem_import(device, handle)?),
-            Handle::Pages(pages) => Memory::Mapped(MappedRange::open(driver, device, pages)?),
+            Handle::Pages(handle) => {
+                let mut client = PageClient::connect(handle.server)?;
+                let sizes: Vec<_> = handle.pages.iter().map(|&(_, bytes)| bytes).collect();
+                let page = |number: usize| client.page(handle.pages[number].0);
+                Memory::Mapped(MappedRange::open(driver, device, &sizes, page)?)
+            }
+            Handle::Descriptors(handle) => {
+                let process = OtherProcess::open(handle.process)?;
+                let sizes = vec![handle.part_bytes; handle.descriptors.len()];
+                let part = |number: usize| process.descriptor(handle.descriptors[number]);
+                Memory::Mapped(MappedRange::open(driver, device, &sizes, part)?)
+            }
         };
         let ptr = memory.ptr();
         opened.memory.insert(key, Use { memory, users: 1 });
@@ -186,7 +230,7 @@ mod tests {
         // Not at the start of its pages, and longer than one.
         from.allocate(3 << 20, 0, ForeignStream::NULL).unwrap();
         let block = from.allocate(39 << 20, 0, ForeignStream::NULL).unwrap();
-        let (handle, offset) = from.share(block).unwrap();
+        let (handle, offset) = from.share(block, 2).unwrap();
 
         let device = DeviceId(0);
         let free = sim.mem_info(device).unwrap().bytes_free;
@@ -210,17 +254,90 @@ mod tests {
         from.free_block(block).unwrap();
     }
 
+    /// What PyTorch's own allocator reads of a handle, and would write itself.
+    fn as_torch_reads_it(handle: &[u8]) -> Vec<u8> {
+        let Handle::Pages(pages) = Handle::from_bytes(handle).unwrap() else { panic!("no pages") };
+        Handle::Descriptors(pages.torch.expect("PyTorch's own form")).to_bytes()
+    }
+
+    #[test]
+    fn a_process_with_pytorchs_allocator_opens_mapped_memory() {
+        for settings in ["backend:paged", "expandable_segments:True"] {
+            let sim = Arc::new(SimDriver::new(SimConfig::default()));
+            let driver: Arc<dyn Driver> = sim.clone();
+            let (from, to) = (runtime(&sim, settings), Sharing::default());
+            let block = from.allocate(39 << 20, 0, ForeignStream::NULL).unwrap();
+            let (handle, offset) = from.share(block, 2).unwrap();
+            assert_eq!(from.share(block, 2).unwrap().0, handle, "PyTorch knows what it has opened by the handle");
+            let opened = to.open(&*driver, DeviceId(0), &as_torch_reads_it(&handle), false).unwrap();
+            for at in [0, 5 << 20, (39 << 20) - 4] {
+                sim.upload(DeviceId(0), DevicePtr(block.0 + at), &[0x5A; 4]).unwrap();
+                let mut read = [0; 4];
+                sim.download(DeviceId(0), DevicePtr(opened.0 + offset as u64 + at), &mut read).unwrap();
+                assert_eq!(read, [0x5A; 4], "{settings}: at {at}");
+            }
+            to.close(&*driver, opened, false).unwrap();
+
+            assert!(from.sharing.kept.count() > 0);
+            from.empty_cache().unwrap();
+            assert!(from.sharing.kept.count() > 0, "{settings}: the block is allocated");
+            from.free_block(block).unwrap();
+            from.empty_cache().unwrap();
+            assert_eq!(from.sharing.kept.count(), 0, "{settings}: open descriptors would keep the memory");
+        }
+    }
+
+    #[test]
+    fn descriptors_of_freed_blocks_are_closed_by_later_shares() {
+        let sim = Arc::new(SimDriver::new(SimConfig::default()));
+        let from = runtime(&sim, "backend:paged");
+        for _ in 0..1000 {
+            let block = from.allocate(3 << 20, 0, ForeignStream::NULL).unwrap();
+            // There is room for all: PyTorch's form is among what is written.
+            as_torch_reads_it(&from.share(block, 2).unwrap().0);
+            // Elsewhere next time.
+            from.allocate(1 << 20, 0, ForeignStream::NULL).unwrap();
+            from.free_block(block).unwrap();
+        }
+    }
+
+    #[test]
+    fn more_descriptors_than_a_process_may_have_are_not_kept() {
+        let sim = Arc::new(SimDriver::new(SimConfig::default()));
+        let driver: Arc<dyn Driver> = sim.clone();
+        let (from, to) = (runtime(&sim, "backend:paged"), Sharing::default());
+        let block = from.allocate(2 << 30, 0, ForeignStream::NULL).unwrap();
+        let (handle, _) = from.share(block, 2).unwrap();
+        let Handle::Pages(pages) = Handle::from_bytes(&handle).unwrap() else { panic!("no pages") };
+        assert_eq!((pages.pages.len() > 256, pages.torch), (true, None));
+        let opened = to.open(&*driver, DeviceId(0), &handle, false).unwrap();
+        to.close(&*driver, opened, false).unwrap();
+    }
+
+    #[test]
+    fn a_process_that_is_gone_is_an_error() {
+        let sim = Arc::new(SimDriver::new(SimConfig::default()));
+        let driver: Arc<dyn Driver> = sim.clone();
+        let (from, to) = (runtime(&sim, "backend:paged"), Sharing::default());
+        let block = from.allocate(3 << 20, 0, ForeignStream::NULL).unwrap();
+        let mut handle = as_torch_reads_it(&from.share(block, 2).unwrap().0);
+        // The largest process id of Linux is 2^22.
+        handle[2..6].copy_from_slice(&i32::MAX.to_le_bytes());
+        let error = to.open(&*driver, DeviceId(0), &handle, false).unwrap_err().to_string();
+        assert!(error.contains("does not answer"), "{error}");
+    }
+
     #[test]
     fn memory_that_is_gone_is_an_error() {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let driver: Arc<dyn Driver> = sim.clone();
         let (from, to) = (runtime(&sim, "backend:paged"), Sharing::default());
         let block = from.allocate(3 << 20, 0, ForeignStream::NULL).unwrap();
-        let (handle, _) = from.share(block).unwrap();
+        let (handle, _) = from.share(block, 2).unwrap();
         from.free_block(block).unwrap();
         from.empty_cache().unwrap();
         let error = to.open(&*driver, DeviceId(0), &handle, false).unwrap_err().to_string();
         assert!(error.contains("the process that shared it has freed it"), "{error}");
-        assert!(from.share(block).is_err());
+        assert!(from.share(block, 2).is_err());
     }
 }

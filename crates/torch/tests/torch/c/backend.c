@@ -185,8 +185,8 @@ static void sharing(void) {
   void *block = warpool_allocate(3 * MIB, 0, NULL);
   struct shared shared = {0};
   void *opened = NULL;
-  CHECK(warpool_share(block, NULL, NULL) == 1);
-  if (warpool_share(block, write_handle, &shared) == 0) {
+  CHECK(warpool_share(block, 2, NULL, NULL) == 1);
+  if (warpool_share(block, 2, write_handle, &shared) == 0) {
     if (warpool_open_shared(0, shared.handle, shared.length, &opened) == 0) {
       // Mapped memory can be opened by the process that shared it, too.
       CHECK(shared.length != 64 && opened != NULL && (char *)opened + shared.offset != block);
