@@ -4,12 +4,14 @@ use std::sync::atomic::Ordering;
 
 use warpool_driver::{DeviceId, DevicePtr, MemoryInfo, StreamId};
 
+use super::address_space::Location;
 use super::device::{BlockRef, PagedDevice};
 use super::fill::{self, FillRequest};
 use super::heap::{self, Freed, Heap};
 use super::pending::PendingFrees;
+use super::spin_lock::SpinLock;
 use super::{PagedAllocator, inactive, reclaim, segments, shortage, snapshot};
-use crate::memory::report::{EntryDetails, StackIds};
+use crate::memory::report::{EntryDetails, StackIds, now_us};
 use crate::memory::stream_fence;
 use crate::memory::{
     Action, Allocation, DeviceAllocator, GraphKey, HistoryOptions, MemPoolId, Observers, OomCause, PrivatePools,
@@ -34,29 +36,44 @@ impl PagedDevice {
     #[inline]
     fn free_plain(&self, ptr: DevicePtr) -> bool {
         let Some(at) = self.space.locate(ptr) else { return false };
-        self.is_unobserved()
-            && !self.instance().is_inherited()
-            && self.last_heap(at.heap).is_some_and(|cell| cell.lock().free_plain(at.kind, at.range, ptr.0))
-    }
-
-    /// The same while a history without call stacks is recorded, and nobody else is told.
-    #[inline(never)]
-    fn free_recorded(&self, ptr: DevicePtr) -> bool {
-        if !self.only_records() || self.instance().is_inherited() {
+        let Some(cell) = self.last_heap(at.heap) else { return false };
+        if self.instance().is_inherited() {
             return false;
         }
-        let Some((at, cell)) = self.space.locate(ptr).and_then(|at| Some((at, self.last_heap(at.heap)?))) else {
+        if !self.is_unobserved() {
+            return self.free_recorded(ptr, at, cell);
+        }
+        cell.lock().free_plain(at.kind, at.range, ptr.0)
+    }
+
+    /// The same while a history is recorded, if its entries say no more than what happened and when.
+    #[inline(never)]
+    fn free_recorded(&self, ptr: DevicePtr, at: Location, cell: &SpinLock<Heap>) -> bool {
+        if !self.only_records() {
             return false;
-        };
-        let details = self.entry_details(StackLevel::All);
+        }
+        let time_us = now_us(self.driver());
         let mut heap = cell.lock();
         let Some(block) = heap.allocated_at(at.kind, at.range, ptr.0) else { return false };
         let requested = heap.block(block).requested();
         let freed = heap.free_plain_block(block);
         if freed {
-            self.record_free(ptr.0, requested, &heap, &details);
+            self.record_plain(&[Action::FreeRequested, Action::FreeCompleted], ptr.0, requested, &heap, time_us);
         }
         freed
+    }
+
+    /// Allocates from a heap, if it has a free block that fits, while a history is recorded whose entries say no more
+    /// than what happened and when.
+    #[inline(never)]
+    fn allocate_recorded(&self, request: &Request) -> Option<Allocation> {
+        let (number, cell) = self.last_heap_of(request.stream).filter(|_| self.only_records())?;
+        let time_us = now_us(self.driver());
+        let mut heap = cell.lock();
+        let block = heap.allocate(request.bytes)?;
+        let allocation = heap.allocation(block, self.id, BlockRef { heap: number, block }.pack());
+        self.record_plain(&[Action::Alloc], allocation.ptr.0, request.bytes, &heap, time_us);
+        Some(allocation)
     }
 
     /// Allocates from free blocks of the heap.
@@ -435,11 +452,13 @@ impl PagedAllocator {
         let paged_device = self.devices.get(device.0 as usize)?;
         let is_plain = pool.is_none()
             && (1..SizeRules::REQUEST_TOO_LARGE).contains(&requested)
-            && paged_device.is_unobserved()
             && paged_device.is_undisturbed()
             && !self.instance().is_inherited();
         if !is_plain {
             return None;
+        }
+        if !paged_device.is_unobserved() {
+            return paged_device.allocate_recorded(request);
         }
         let (number, cell) = paged_device.last_heap_of(stream)?;
         let mut heap = cell.lock();
@@ -449,25 +468,6 @@ impl PagedAllocator {
         drop(heap);
         let slot = BlockRef { heap: number, block: id }.pack();
         Some(Allocation { ptr, bytes, bytes_requested: requested, device, stream, slot, generation })
-    }
-
-    /// The same while a history without call stacks is recorded, and nobody else is told.
-    #[inline(never)]
-    fn allocate_recorded(&self, request: &Request) -> Option<Allocation> {
-        let device = self.devices.get(request.device.0 as usize)?;
-        let is_plain = request.pool.is_none()
-            && (1..SizeRules::REQUEST_TOO_LARGE).contains(&request.bytes)
-            && device.only_records()
-            && device.is_undisturbed()
-            && !self.instance().is_inherited();
-        if !is_plain {
-            return None;
-        }
-        let (number, cell) = device.last_heap_of(request.stream)?;
-        let details = device.entry_details(StackLevel::State);
-        let mut heap = cell.lock();
-        let block = heap.allocate(request.bytes)?;
-        Some(device.finish(&mut heap, number, block, &details))
     }
 
     /// Frees what starts at `ptr` on `device`, if it was allocated so and its stream alone used it. `false`, and
@@ -569,22 +569,18 @@ impl DeviceAllocator for PagedAllocator {
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
         match self.allocate_cached(&request) {
             Some(allocation) => Ok(allocation),
-            None => self.allocate_recorded(&request).map_or_else(|| self.allocate_checked(request), Ok),
+            None => self.allocate_checked(request),
         }
     }
 
     #[inline]
     fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
-        if self.devices.iter().any(|device| device.free_plain(ptr)) {
-            return Ok(());
-        }
-        if self.devices.iter().any(|device| device.free_recorded(ptr)) { Ok(()) } else { self.free_checked(ptr) }
+        if self.devices.iter().any(|device| device.free_plain(ptr)) { Ok(()) } else { self.free_checked(ptr) }
     }
 
     #[inline]
     fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
-        if self.devices.get(device.0 as usize).is_some_and(|device| device.free_plain(ptr) || device.free_recorded(ptr))
-        {
+        if self.free_cached(device, ptr) {
             return Ok(());
         }
         if ptr.is_null() || self.instance().is_inherited() {

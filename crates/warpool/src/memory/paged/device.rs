@@ -426,14 +426,13 @@ impl PagedDevice {
         !self.shared.tracks_suballocations && self.history_flags.is_off(&self.shared.observers)
     }
 
-    /// Whether a history without call stacks is recorded, and nobody else is told of allocations and frees.
+    /// Whether a history is recorded whose entries say no more than what happened and when, and nobody else is told of
+    /// allocations and frees.
     #[inline]
     pub(super) fn only_records(&self) -> bool {
-        !self.shared.tracks_suballocations && self.history_flags.is_all(&self.shared.observers)
+        !self.shared.tracks_suballocations && self.history_flags.is_plain(&self.shared.observers)
     }
 
-    /// Whether a request for a stream is one for its default pool's heap: no scope, no capture, and no pending free
-    /// that could be completed first.
     #[inline]
     pub(super) fn is_undisturbed(&self) -> bool {
         !self.has_pending() && !self.has_captures() && !self.scopes.is_any_open()
@@ -488,6 +487,15 @@ impl PagedDevice {
             for action in [Action::FreeRequested, Action::FreeCompleted] {
                 recorder.record(action, addr, bytes, heap.stream_raw, heap.pool, details);
             }
+        }
+    }
+
+    /// Writes entries of [`only_records`](Self::only_records).
+    #[inline]
+    pub(super) fn record_plain(&self, actions: &[Action], addr: u64, bytes: u64, heap: &Heap, time_us: i64) {
+        let mut recorder = self.history.lock();
+        for &action in actions {
+            recorder.history.write_plain(action, addr, bytes, heap.stream_raw, heap.pool, time_us);
         }
     }
 

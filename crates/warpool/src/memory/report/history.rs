@@ -108,7 +108,7 @@ impl History {
 
     /// Writes an entry without a stack and texts, if it is kept.
     #[inline]
-    pub(super) fn write_plain(
+    pub(crate) fn write_plain(
         &mut self,
         action: Action,
         addr: u64,

@@ -13,7 +13,7 @@ pub use entry::{HistoryEntry, Stack};
 pub(crate) use history::StackIds;
 pub use history::{HistoryOptions, StackLevel};
 pub use observers::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker, TrimHook};
-pub(crate) use recorder::{EntryDetails, HistoryFlags, HistoryRecorder};
+pub(crate) use recorder::{EntryDetails, HistoryFlags, HistoryRecorder, now_us};
 pub use snapshot::{
     Action, Annotation, BlockInfo, BlockState, Frame, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, StackId,
     TextId, Texts, TraceEntry,

@@ -11,7 +11,7 @@ use super::entry::HistoryEntry;
 use super::history::History;
 use super::observers::ActionSet;
 use super::ring::{Extras, StoredEntry};
-use super::texts::{EntryTexts, entry_texts};
+use super::texts::{EntryTexts, entry_texts, has_entry_texts};
 use super::{Action, HistoryOptions, Observers, Stack, StackLevel};
 use crate::memory::MemPoolId;
 
@@ -41,12 +41,14 @@ impl HistoryFlags {
         !self.on.load(Ordering::Relaxed) && observers.tracked().is_empty()
     }
 
-    /// Whether a history without call stacks is recorded, and no tracker is called.
+    /// Whether a history is recorded whose entries have neither call stacks nor texts of the calling thread, and no
+    /// tracker is called.
     #[inline]
-    pub(crate) fn is_all(&self, observers: &Observers) -> bool {
+    pub(crate) fn is_plain(&self, observers: &Observers) -> bool {
         self.on.load(Ordering::Relaxed)
             && self.stack_level.load(Ordering::Relaxed) == StackLevel::Never as u32
             && observers.tracked().is_empty()
+            && !has_entry_texts()
     }
 
     /// Collects what entries of this call will say; with the call stack, if that is recorded from `level` on.
@@ -124,8 +126,12 @@ impl EntryDetails {
     }
 }
 
-fn now_us(driver: &dyn Driver) -> i64 {
-    i64::try_from(driver.now().as_micros()).unwrap_or(i64::MAX)
+/// The driver's clock, in microseconds.
+#[inline]
+pub(crate) fn now_us(driver: &dyn Driver) -> i64 {
+    let now = driver.now();
+    let seconds = i64::try_from(now.as_secs()).unwrap_or(i64::MAX);
+    seconds.saturating_mul(1_000_000).saturating_add(i64::from(now.subsec_micros()))
 }
 
 /// What happened on one device: the history, and entries that trackers have not seen yet.

@@ -43,6 +43,12 @@ fn change<R>(change: impl FnOnce(&mut ThreadTexts) -> R) -> Option<R> {
     changed.ok()
 }
 
+/// Whether entries that the calling thread causes have texts.
+#[inline]
+pub(crate) fn has_entry_texts() -> bool {
+    HAS_ANY.get()
+}
+
 /// The texts of entries that the calling thread causes.
 #[inline]
 pub(crate) fn entry_texts() -> EntryTexts {
