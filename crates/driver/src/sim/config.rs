@@ -21,6 +21,9 @@ pub struct SimConfig {
     /// Whether reading memory that was not written since its allocation is a hazard. Off by default: programs do that
     /// on purpose, when they copy more than they filled.
     pub check_uninitialized: bool,
+    /// What every byte of device memory contains before it is written. 0 by default; a real device gives out what
+    /// others left there.
+    pub fresh_byte: u8,
     /// How many operations a stream's queue holds before a call that adds one waits, as with a real driver.
     pub queue_depth: usize,
     /// How many hazards are kept; further ones are only counted.
@@ -90,6 +93,7 @@ impl Default for SimConfig {
             latencies: Latencies::h200(),
             work: WorkCosts::h200(),
             check_uninitialized: false,
+            fresh_byte: 0,
             queue_depth: 1024,
             max_hazards: 1000,
             track_suballocations: true,

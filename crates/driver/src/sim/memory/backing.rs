@@ -30,12 +30,18 @@ pub struct BackingId(pub u64);
 pub struct Backings {
     live: FxHashMap<BackingId, Backing>,
     last: u64,
+    /// What device memory contains before it is written.
+    fresh_byte: u8,
 }
 
 impl Backings {
-    /// Adds zeroed device memory.
+    pub fn new(fresh_byte: u8) -> Self {
+        Self { fresh_byte, ..Self::default() }
+    }
+
+    /// Adds device memory.
     pub fn add_device(&mut self, bytes: u64, device: DeviceId) -> BackingId {
-        self.add(bytes, Some(device), None, Bytes::device())
+        self.add(bytes, Some(device), None, Bytes::device(self.fresh_byte))
     }
 
     /// Adds host memory that call number `pinned_by` pinned.

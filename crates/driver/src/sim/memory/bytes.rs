@@ -13,25 +13,25 @@ const PAGE: usize = 4096;
 /// Where memory keeps its contents.
 #[derive(Debug)]
 pub enum Bytes {
-    /// Device memory: the pages that were written; all others read as zero.
-    Pages(FxHashMap<u64, Box<[u8; PAGE]>>),
+    /// Device memory: the pages that were written. What was not reads as the byte of fresh memory.
+    Pages(FxHashMap<u64, Box<[u8; PAGE]>>, u8),
     /// Pinned host memory.
     Host(HostBytes),
 }
 
 impl Bytes {
-    /// Device memory, zeroed.
-    pub fn device() -> Self {
-        Self::Pages(FxHashMap::default())
+    /// Device memory that contains `fresh` in every byte.
+    pub fn device(fresh: u8) -> Self {
+        Self::Pages(FxHashMap::default(), fresh)
     }
 
     pub fn read(&self, offset: u64, into: &mut [u8]) {
         match self {
             Self::Host(host) => host.read(offset, into),
-            Self::Pages(pages) => {
+            Self::Pages(pages, fresh) => {
                 for_each_page(offset, into.len(), |page, at, range| match pages.get(&page) {
                     Some(bytes) => into[range.clone()].copy_from_slice(&bytes[at..at + range.len()]),
-                    None => into[range].fill(0),
+                    None => into[range].fill(*fresh),
                 });
             }
         }
@@ -40,8 +40,8 @@ impl Bytes {
     pub fn write(&mut self, offset: u64, from: &[u8]) {
         match self {
             Self::Host(host) => host.write(offset, from),
-            Self::Pages(pages) => for_each_page(offset, from.len(), |page, at, range| {
-                let bytes = pages.entry(page).or_insert_with(|| Box::new([0; PAGE]));
+            Self::Pages(pages, fresh) => for_each_page(offset, from.len(), |page, at, range| {
+                let bytes = pages.entry(page).or_insert_with(|| Box::new([*fresh; PAGE]));
                 bytes[at..at + range.len()].copy_from_slice(&from[range]);
             }),
         }
@@ -144,7 +144,7 @@ mod tests {
     fn contents_survive_across_pages_and_unwritten_bytes_are_zero() {
         let data: Vec<u8> = (0..10_000u32).map(|n| n as u8).collect();
         let allocated = HostBytes::allocate(1 << 16).expect("64 KiB");
-        for mut bytes in [Bytes::device(), Bytes::Host(allocated), Bytes::Host(registered(1 << 16))] {
+        for mut bytes in [Bytes::device(0), Bytes::Host(allocated), Bytes::Host(registered(1 << 16))] {
             bytes.write(4_000, &data);
             let mut back = vec![9; 10_010];
             bytes.read(3_995, &mut back);

@@ -68,7 +68,7 @@ impl Memory {
         let devices = config.devices.len();
         Self {
             space: AddressSpace::default(),
-            backings: Backings::default(),
+            backings: Backings::new(config.fresh_byte),
             blocks: Blocks::default(),
             capacity: Capacity::new(&config.devices),
             pools: Pools::new(devices as u32),
