@@ -13,7 +13,7 @@ mod sleep;
 
 use std::fmt;
 
-use warpool_driver::{DeviceId, DevicePtr, DriverError, HostPtr, StreamId};
+use warpool_driver::{DeviceId, DevicePtr, DriverError, ErrorCode, HostPtr, StreamId};
 
 pub use buffer::BufferError;
 pub use generator::GeneratorError;
@@ -413,6 +413,15 @@ pub enum Error {
         tag: String,
     },
 
+    /// Work on memory that sleeps.
+    #[error("cannot {what}: memory that it uses has the tag {tag:?}, which sleeps; wake the tag first")]
+    MemoryAsleep {
+        /// The tag.
+        tag: String,
+        /// What was to be done.
+        what: &'static str,
+    },
+
     /// There is no such tag.
     #[error("no memory has the tag {tag:?}; the tags are {known:?}")]
     UnknownTag {
@@ -472,6 +481,7 @@ impl Error {
     pub fn is_out_of_memory(&self) -> bool {
         match self {
             Self::OutOfMemory(_) | Self::PinnedCap(_) => true,
+            Self::Sleep(failure) if failure.shortage != SleepShortage::Nothing => true,
             Self::Graph(GraphError::BodyFailed { error }) => error.is_out_of_memory(),
             _ => self.driver_error().is_some_and(DriverError::is_out_of_memory),
         }
@@ -491,6 +501,10 @@ impl Error {
         matches!(
             self,
             Self::Graph(GraphError::StreamCaptures { .. } | GraphError::ForeignCapture)
+                | Self::Generator(
+                    GeneratorError::InCapture { .. } | GeneratorError::SeedInCapture { .. } | GeneratorError::InBody
+                )
+                | Self::SleepInCapture { .. }
                 | Self::Buffer(BufferError::OrdinaryMemoryInCapture | BufferError::LastUseCaptures { .. })
         )
     }
@@ -508,9 +522,25 @@ impl Error {
             Self::ElapsedNotReady
             | Self::StillInUse { .. }
             | Self::HostMemoryInUse { .. }
-            | Self::Buffer(BufferError::InUse { .. } | BufferError::BeingQueued { .. }) => true,
+            | Self::Graph(GraphError::PollersBusy { .. })
+            | Self::Buffer(
+                BufferError::InUse { .. } | BufferError::BeingQueued { .. } | BufferError::BorrowedByHost { .. },
+            ) => true,
             _ => self.driver_error().is_some_and(DriverError::is_not_ready),
         }
+    }
+
+    /// The memory that the call is about sleeps: the same call succeeds once its tag is woken.
+    #[must_use]
+    pub const fn is_asleep(&self) -> bool {
+        matches!(self, Self::TagAsleep { .. } | Self::MemoryAsleep { .. })
+    }
+
+    /// The driver, the device or the allocator cannot do it.
+    #[must_use]
+    pub fn is_unsupported(&self) -> bool {
+        matches!(self, Self::Unsupported { .. } | Self::Graph(GraphError::NoConditionalNodes { .. }))
+            || self.driver_error().is_some_and(|error| error.code == ErrorCode::NotSupported)
     }
 
     /// The program passed something that cannot be right: a wrong range, length, device, pointer or pool, or objects
@@ -533,6 +563,30 @@ impl Error {
                 | Self::Fraction { .. }
                 | Self::HandleDevice { .. }
                 | Self::HostBounds { .. }
+                | Self::UnknownTag { .. }
+                | Self::Graph(
+                    GraphError::StreamDevice { .. }
+                        | GraphError::DefaultStream
+                        | GraphError::DefaultPool
+                        | GraphError::WrongStream { .. }
+                        | GraphError::StreamNotInCapture { .. }
+                        | GraphError::UnknownBuffer
+                        | GraphError::ForeignSlot
+                        | GraphError::OutOfBounds { .. }
+                        | GraphError::FlagAlignment { .. }
+                        | GraphError::CallInputs { .. }
+                )
+                | Self::Generator(
+                    GeneratorError::Offset { .. }
+                        | GeneratorError::StateSize { .. }
+                        | GeneratorError::ForeignDevice { .. }
+                        | GeneratorError::ForeignInstance
+                        | GeneratorError::Increment { .. }
+                        | GeneratorError::Probability { .. }
+                        | GeneratorError::Count { .. }
+                        | GeneratorError::OutOfBounds { .. }
+                        | GeneratorError::Alignment { .. }
+                )
                 | Self::Buffer(
                     BufferError::Length { .. }
                         | BufferError::Range { .. }
@@ -551,6 +605,7 @@ impl Error {
         match self {
             Self::Driver(error) | Self::Graph(GraphError::CaptureFailed { error }) => Some(error),
             Self::Graph(GraphError::BodyFailed { error }) => error.driver_error(),
+            Self::Sleep(failure) => failure.source.as_ref()?.driver_error(),
             _ => None,
         }
     }

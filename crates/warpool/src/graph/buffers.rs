@@ -9,10 +9,10 @@ use warpool_driver::{DevicePtr, HostPtr, KernelArg, StreamId};
 
 use super::args::GraphArg;
 use super::keys::{BufferKey, BufferOffset, HostKey, HostOffset};
-use crate::Result;
 use crate::error::GraphError;
 use crate::memory::{BlockHold, DeviceBlock, HostBlock};
 use crate::unwind::call_each;
+use crate::{Instance, Result};
 
 /// The buffers of one capture.
 pub(super) struct Buffers {
@@ -94,6 +94,11 @@ impl Buffers {
             GraphArg::F32(value) => KernelArg::F32(value),
             GraphArg::F64(value) => KernelArg::F64(value),
         })
+    }
+
+    /// Fails if one of them sleeps. `what` is what the caller cannot do then.
+    pub(super) fn expect_awake(&self, instance: &Instance, what: &'static str) -> Result<()> {
+        self.device.iter().try_for_each(|(_, owned)| instance.expect_awake_at(owned.block().ptr(), what))
     }
 
     /// Records that replays on `streams` use the buffers: their memory is reused after those. No driver call.

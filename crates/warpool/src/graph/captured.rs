@@ -7,12 +7,12 @@ use warpool_driver::{Driver, GraphExecId, GraphId, InstantiateOptions};
 use super::buffers::Buffers;
 use super::replay_streams::ReplayStreams;
 use super::retired::GraphObject;
-use crate::Result;
 use crate::capture::{CaptureSlots, RelaxedMode};
 use crate::generator::CapturedGenerators;
 use crate::memory::{CapturedHostPools, MemPool};
 use crate::typed::CapturedBuffers;
 use crate::unwind::call_each;
+use crate::{Instance, Result};
 
 const INSTANTIATE: InstantiateOptions = InstantiateOptions { auto_free_on_launch: true, use_node_priority: true };
 
@@ -58,6 +58,15 @@ impl Captured {
             launch_lock: Mutex::default(),
             replay_streams: ReplayStreams::default(),
         }
+    }
+
+    /// Fails if memory sleeps that a replay would use, as far as the graph owns it.
+    #[cold]
+    pub(super) fn expect_awake(&self, instance: &Instance) -> Result<()> {
+        const WHAT: &str = "replay the graph";
+        self.pools.iter().try_for_each(|pool| pool.expect_awake(WHAT))?;
+        self.buffers.expect_awake(instance, WHAT)?;
+        self.typed.expect_awake(instance, WHAT)
     }
 
     /// Its driver objects.

@@ -19,6 +19,10 @@ impl Graph {
     /// Two replays of one graph never overlap, whatever their streams. Generators that were used in the capture give
     /// each replay the next numbers. A graph that keeps its template is instantiated at its first replay.
     ///
+    /// [`Error::MemoryAsleep`](crate::Error::MemoryAsleep) while memory [sleeps](crate::memory::Tags) that the graph
+    /// owns or that typed work in it uses. The program has to know of memory that it named by address alone, and of
+    /// tags that another thread puts to sleep at this moment.
+    ///
     /// A replay cannot be captured: on a stream that captures it is [`GraphError::StreamCaptures`], and the capture
     /// stays valid.
     #[inline]
@@ -31,6 +35,9 @@ impl Graph {
     fn replay_in(&self, stream: &Stream) -> Result<()> {
         self.expect_own(stream)?;
         let captured = self.captured()?;
+        if self.device.instance().has_asleep() {
+            captured.expect_awake(self.device.instance())?;
+        }
         if self.device.instance().has_captures() {
             self.expect_no_capture(stream)?;
         }

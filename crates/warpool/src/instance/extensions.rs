@@ -26,6 +26,7 @@ pub(crate) trait Extension: Any + Send + Sync {
 #[derive(Clone, Copy)]
 pub(crate) enum ExtensionSlot {
     Captures,
+    Asleep,
     Graphs,
     DefaultGenerator,
     Kernels,

@@ -53,6 +53,8 @@ struct Shared {
     devices: Box<[DeviceState]>,
     /// Kept by `capture/`. Here, and not in the extensions, because every allocation and replay reads it.
     captures_under_way: AtomicUsize,
+    /// Kept by `memory/`, and here for the same reason.
+    ranges_asleep: AtomicUsize,
     extensions: Extensions,
 }
 
@@ -97,6 +99,7 @@ impl Instance {
                 origin: Origin::here(),
                 devices,
                 captures_under_way: AtomicUsize::new(0),
+                ranges_asleep: AtomicUsize::new(0),
                 extensions: Extensions::default(),
             }),
         })
@@ -169,6 +172,12 @@ impl Instance {
     #[inline]
     pub(crate) fn captures_under_way(&self) -> &AtomicUsize {
         &self.shared.captures_under_way
+    }
+
+    /// How many ranges of addresses sleep, or are about to.
+    #[inline]
+    pub(crate) fn ranges_asleep(&self) -> &AtomicUsize {
+        &self.shared.ranges_asleep
     }
 
     pub(crate) fn key(&self) -> InstanceKey {

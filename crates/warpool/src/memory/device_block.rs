@@ -39,6 +39,11 @@ impl DeviceBlock {
         allocation
     }
 
+    /// Another owner of the same memory. One of the two has to give it up by [`into_raw`](Self::into_raw).
+    pub(crate) fn second_owner(&self) -> Self {
+        Self { allocator: Arc::clone(&self.allocator), allocation: self.allocation }
+    }
+
     /// Its address; null if it is empty.
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {

@@ -60,6 +60,7 @@
 //! - Sharing a block with other processes is left to the caller: [`MappedPart`]s tell what it is mapped to.
 
 mod allocator;
+mod asleep_ranges;
 mod caching;
 mod capture_count;
 mod capture_memory;

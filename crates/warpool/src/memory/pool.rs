@@ -106,6 +106,15 @@ impl MemPool {
         }
     }
 
+    /// Fails if it sleeps. `what` is what the caller cannot do then.
+    pub(crate) fn expect_awake(&self, what: &'static str) -> Result<()> {
+        let Some(sleep) = self.0.allocator.pools()?.sleep() else { return Ok(()) };
+        sleep.expect_awake(self.0.device, self.0.id).map_err(|error| match error {
+            Error::TagAsleep { tag } => Error::MemoryAsleep { tag, what },
+            other => other,
+        })
+    }
+
     /// The number of its uses: this handle and its clones together, other handles, open scopes, graphs.
     pub fn uses(&self) -> Result<u32> {
         self.0.allocator.pools()?.pool_uses(self.0.device, self.0.id)

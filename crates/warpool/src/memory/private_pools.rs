@@ -213,6 +213,9 @@ pub trait PoolSleep: Send + Sync {
     /// Sets what of a pool sleeps; `None` is awake. Makes no driver call.
     fn set_asleep(&self, device: DeviceId, pool: MemPoolId, asleep: Option<Asleep>) -> Result<()>;
 
+    /// Fails if a pool sleeps, with [`Error::TagAsleep`].
+    fn expect_awake(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
+
     /// As [`set_asleep`](Self::set_asleep), before memory is allocated for what wakes. Returns `false`, and changes
     /// nothing, if that would exceed a limit.
     fn reserve_to_wake(&self, device: DeviceId, pool: MemPoolId, asleep: Asleep) -> Result<bool>;

@@ -7,12 +7,12 @@ use std::sync::atomic::Ordering;
 use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, StreamId};
 
-use super::buffer::{Block, Buffer};
-use super::operation::{Access, run};
+use super::operation::{Access, Memory, run};
 use super::order::Span;
+use super::tracked::{Block, Tracked};
 use crate::capture::StreamCapture;
 use crate::memory::BlockHold;
-use crate::{Device, Result, Stream};
+use crate::{Device, Instance, Result, Stream};
 
 /// The buffers that a capture, and then its graph, uses.
 #[derive(Default)]
@@ -24,7 +24,7 @@ pub(crate) struct CapturedBuffers {
 struct CapturedBuffer {
     // Dropped before the buffer.
     _hold: Option<BlockHold>,
-    buffer: Arc<Buffer>,
+    buffer: Arc<Tracked>,
     /// What a replay uses of it.
     span: Span,
     /// The uses in the capture, which order its streams.
@@ -42,7 +42,7 @@ impl CapturedBuffers {
     ) -> Result<()> {
         let record = &capture.record;
         for access in accesses {
-            if !record.with(|captured: &mut Self| captured.by_key.contains_key(&key_of(access.buffer))) {
+            if !record.with(|captured: &mut Self| captured.by_key.contains_key(&key_of(access.tracked()))) {
                 let entry = CapturedBuffer::new(access)?;
                 record.with(|captured: &mut Self| captured.insert(entry));
             }
@@ -51,9 +51,10 @@ impl CapturedBuffers {
         for other in conflicts {
             stream.wait_stream(&Stream::from_id(&Device::from_id(stream.instance(), stream.device_id()), other))?;
         }
-        queue()?;
+        let outcome = queue();
+        // Also after a failure: a part of it may have been captured.
         record.with(|captured: &mut Self| captured.add(capture.id, stream.id(), accesses));
-        Ok(())
+        outcome
     }
 
     fn insert(&mut self, entry: CapturedBuffer) {
@@ -65,7 +66,7 @@ impl CapturedBuffers {
     }
 
     fn get_mut(&mut self, access: &Access<'_>) -> &mut CapturedBuffer {
-        &mut self.list[self.by_key[&key_of(access.buffer)]]
+        &mut self.list[self.by_key[&key_of(access.tracked())]]
     }
 
     /// The other streams of the same capture whose work `accesses` must come after. A body of a conditional node is a
@@ -110,17 +111,27 @@ impl CapturedBuffers {
         self.list.is_empty()
     }
 
+    /// Fails if one of them sleeps. `what` is what the caller cannot do then.
+    pub(crate) fn expect_awake(&self, instance: &Instance, what: &'static str) -> Result<()> {
+        self.list
+            .iter()
+            .filter_map(|entry| entry.buffer.device_ptr())
+            .try_for_each(|ptr| instance.expect_awake_at(ptr, what))
+    }
+
     /// Launches the graph in `stream` by `launch`, ordered with other uses of the buffers.
-    pub(crate) fn replay(&self, stream: &Stream, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
-        let accesses: Vec<Access<'_>> =
-            self.list.iter().map(|entry| Access { buffer: &entry.buffer, span: entry.span }).collect();
-        run(stream, &accesses, false, launch).map(drop)
+    pub(crate) fn replay<'a>(&'a self, stream: &Stream, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let access = |entry: &'a CapturedBuffer| Access { memory: Memory::Tracked(&entry.buffer), span: entry.span };
+        let accesses: Vec<Access<'_>> = self.list.iter().map(access).collect();
+        let mut outcome = Ok(());
+        run(stream, &accesses, false, &mut || outcome = launch())?;
+        outcome
     }
 }
 
 impl CapturedBuffer {
     fn new(access: &Access<'_>) -> Result<Self> {
-        let buffer = Arc::clone(access.buffer);
+        let buffer = Arc::clone(access.tracked());
         let hold = match buffer.block() {
             Block::Device(block) => Some(BlockHold::new(block)?),
             Block::Pinned(..) => None,
@@ -136,6 +147,6 @@ impl Drop for CapturedBuffer {
     }
 }
 
-fn key_of(buffer: &Arc<Buffer>) -> usize {
+fn key_of(buffer: &Arc<Tracked>) -> usize {
     Arc::as_ptr(buffer).addr()
 }

@@ -112,7 +112,7 @@ impl Stream {
         let (src, dst, bytes) = (source.address(), target.address(), source.bytes());
         let own = Some(self.device_id());
         if let (Address::Device(dst), Address::Device(src)) = (dst, src)
-            && let (to, from) = (target.buffer().device(), source.buffer().device())
+            && let (to, from) = (target.buffer().device_id(), source.buffer().device_id())
             && (to != own || from != own)
             && let Some((to, from)) = to.zip(from)
         {
@@ -128,13 +128,13 @@ impl Stream {
     /// is waited for first.
     fn upload<T: Pod>(&self, source: &[T], target: &Part<'_, T>) -> Result<()> {
         self.wait_for_own_work()?;
-        let device = target.buffer().device().unwrap_or(self.device_id());
+        let device = target.buffer().device_id().unwrap_or(self.device_id());
         Ok(self.driver().upload(device, target.device_address(), bytemuck::cast_slice(source))?)
     }
 
     fn download<T: Pod>(&self, source: &Part<'_, T>, target: &mut [T]) -> Result<()> {
         self.wait_for_own_work()?;
-        let device = source.buffer().device().unwrap_or(self.device_id());
+        let device = source.buffer().device_id().unwrap_or(self.device_id());
         Ok(self.driver().download(device, source.device_address(), bytemuck::cast_slice_mut(target))?)
     }
 

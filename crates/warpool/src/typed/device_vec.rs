@@ -3,12 +3,10 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::RangeBounds;
-use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use super::buffer::{Block, Buffer};
-use super::order::Uses;
+use super::buffer::Buffer;
 use super::view::{IntoView, IntoViewMut, Part, Sealed, View, ViewMut};
 use crate::memory::Allocate;
 use crate::{Device, Error, Result, Stream};
@@ -22,8 +20,7 @@ use crate::{Device, Error, Result, Stream};
 ///
 /// Elements that are not plain data do not compile:
 /// ```compile_fail,E0599
-/// # use std::sync::Arc;
-/// # use warpool::{DeviceVec, Stream, memory::DeviceAllocator};
+/// # /// # use warpool::{DeviceVec, Stream, memory::DeviceAllocator};
 /// # fn strings(allocator: &Arc<dyn DeviceAllocator>, stream: &Stream) {
 /// let _ = DeviceVec::<String>::uninit(allocator, 10, stream);
 /// # }
@@ -54,7 +51,7 @@ use crate::{Device, Error, Result, Stream};
 /// # }
 /// ```
 pub struct DeviceVec<T> {
-    buffer: Arc<Buffer>,
+    buffer: Buffer,
     len: usize,
     elements: PhantomData<T>,
 }
@@ -62,11 +59,8 @@ pub struct DeviceVec<T> {
 impl<T: Pod> DeviceVec<T> {
     /// `len` elements for work that begins in `stream`. What they contain is undefined until they are written.
     pub fn uninit(allocator: &impl Allocate, len: usize, stream: &Stream) -> Result<Self> {
-        let bytes = byte_count::<T>(len)?;
-        let block = allocator.allocate(bytes, stream)?;
-        let uses = Uses::allocated_for(stream, bytes);
-        let buffer = Buffer::new(Block::Device(block), uses);
-        Ok(Self { buffer, len, elements: PhantomData })
+        let block = allocator.allocate(byte_count::<T>(len)?, stream)?;
+        Ok(Self { buffer: Buffer::device(block), len, elements: PhantomData })
     }
 
     /// `len` elements whose bytes are zero.
@@ -113,7 +107,7 @@ impl<T: Pod> DeviceVec<T> {
     /// Its device.
     #[must_use]
     pub fn device(&self) -> Device {
-        let id = self.buffer.device().expect("it is device memory");
+        let id = self.buffer.device_id().expect("it is device memory");
         Device::from_id(self.buffer.instance(), id)
     }
 

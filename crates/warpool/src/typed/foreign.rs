@@ -1,6 +1,6 @@
 //! Typed memory in work of other libraries, which take addresses.
 
-use std::panic::Location;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 
 use bytemuck::Pod;
 use warpool_driver::DevicePtr;
@@ -52,9 +52,10 @@ impl Stream {
         let (mut queue, mut outcome) = (Some(queue), None);
         submit(self, &mut [part.access(write)], line, &mut || {
             let queue = queue.take().expect("work is queued once");
-            outcome = Some(queue(part.device_address())?);
+            // What it had queued before a panic is a use too.
+            outcome = Some(catch_unwind(AssertUnwindSafe(|| queue(part.device_address()))));
             Ok(())
         })?;
-        Ok(outcome.expect("it was queued"))
+        outcome.expect("it was called").unwrap_or_else(|panic| resume_unwind(panic))
     }
 }

@@ -161,7 +161,7 @@ impl<P: Parameters> Kernel<P> {
         }
         list.with_accesses(|accesses| {
             for access in &*accesses {
-                access.buffer.expect_device_of(stream)?;
+                access.expect_device_of(stream)?;
             }
             submit(stream, accesses, line, &mut || self.call(stream, shape, list.arguments()))
         })

@@ -4,12 +4,13 @@
 //! ```
 //! use std::sync::Arc;
 //! use warpool::driver::sim::{SimConfig, SimDriver};
-//! use warpool::memory::{CachingAllocator, HostAllocator, PinnedSettings, Settings};
+//! use warpool::memory::{CachingAllocator, DeviceAllocator, HostAllocator, PinnedSettings, Settings};
 //! use warpool::{DeviceVec, Instance, PinnedVec};
 //!
 //! # fn main() -> warpool::Result<()> {
 //! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?; // or Arc::new(CudaDriver::open()?)
-//! let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! // Vectors take any `Arc` of an allocator; graphs and tags take this type.
+//! let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
 //! let host = HostAllocator::new(&instance, PinnedSettings::default());
 //! let device = instance.device(0)?;
 //! let (copies, compute) = (device.lease_stream()?, device.lease_stream()?);
@@ -30,10 +31,11 @@
 //! # What is checked, and when
 //! - By the compiler: element types, which are plain data; that what is written is borrowed exclusively; that a view
 //!   does not outlive its vector.
-//! - Before the driver is called: lengths, ranges, devices, and for kernels the number and sizes of arguments.
+//! - Before the driver is called: lengths, ranges, devices, for kernels the number and sizes of arguments, and that no
+//!   memory [sleeps](crate::memory::Tags).
 //! - In the order of streams: each buffer knows which streams used which of its bytes. A use that conflicts with one in
-//!   another stream waits for it, by an event. As long as one stream uses a buffer, that costs a comparison; streams
-//!   that use different parts, or only read, do not wait.
+//!   another stream waits for it, by an event. As long as one stream uses a buffer, that costs a comparison, and no
+//!   lock and no memory; streams that use different parts, or only read, do not wait.
 //! - At its free: the allocator knows every stream that used it, so the memory is reused after their work. There is
 //!   nothing to record by hand, and leaking a value (`mem::forget`) leaks its memory and nothing else.
 //! - In captures: the graph keeps every buffer that its work uses, and its replays are ordered with other uses like any
@@ -55,6 +57,7 @@ mod order;
 mod pinned_vec;
 mod random;
 mod submit;
+mod tracked;
 mod view;
 
 pub use crate::error::BufferError;

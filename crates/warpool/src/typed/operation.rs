@@ -3,25 +3,99 @@
 //!
 //! The locks of all buffers are held until the work is in the stream, so that no thread can order its own work between
 //! the wait and the work. They are taken in the order of the buffers' addresses in host memory.
+//!
+//! A buffer that is not tracked yet is used only in its own stream and is not locked. If another thread begins to track
+//! it meanwhile, both borrow it, so their uses do not conflict; but later ones may, with both. So whoever was not seen
+//! is recorded: by the event in the stream that the other thread waits for, if the work was queued before, else by its
+//! own thread afterwards ([`Access::add_late`]).
 
 use std::sync::Arc;
 
+use warpool_driver::DevicePtr;
+
 use super::buffer::Buffer;
 use super::order::Span;
+use super::tracked::Tracked;
 use crate::capture::StreamCapture;
-use crate::{PooledEvent, Result, Stream};
+use crate::{Instance, PooledEvent, Result, Stream};
 
 /// How one buffer is used by an operation.
 #[derive(Clone, Copy)]
 pub(super) struct Access<'a> {
-    pub(super) buffer: &'a Arc<Buffer>,
+    pub(super) memory: Memory<'a>,
     pub(super) span: Span,
 }
 
-impl Access<'_> {
-    /// The order in which buffers are locked.
+/// What an operation uses.
+#[derive(Clone, Copy)]
+pub(super) enum Memory<'a> {
+    /// A vector's; once the stream is known, one whose uses need not be recorded.
+    Buffer(&'a Buffer),
+    /// With uses that are recorded.
+    Tracked(&'a Arc<Tracked>),
+}
+
+impl<'a> Access<'a> {
+    pub(super) fn instance(&self) -> &'a Instance {
+        match self.memory {
+            Memory::Buffer(buffer) => buffer.instance(),
+            Memory::Tracked(tracked) => tracked.instance(),
+        }
+    }
+
+    /// Where it is, if it is device memory.
+    pub(super) fn device_ptr(&self) -> Option<DevicePtr> {
+        match self.memory {
+            Memory::Buffer(buffer) => buffer.device_ptr(),
+            Memory::Tracked(tracked) => tracked.device_ptr(),
+        }
+    }
+
+    /// Fails if it is memory of another device than the stream's.
+    pub(super) fn expect_device_of(&self, stream: &Stream) -> Result<()> {
+        match self.memory {
+            Memory::Buffer(buffer) => buffer.expect_device_of(stream),
+            Memory::Tracked(_) => Ok(()),
+        }
+    }
+
+    /// Its uses, recorded from here on.
+    pub(super) fn tracked(&self) -> &'a Arc<Tracked> {
+        match self.memory {
+            Memory::Buffer(buffer) => buffer.tracked(),
+            Memory::Tracked(tracked) => tracked,
+        }
+    }
+
+    /// For a use in `stream`, outside of captures: its uses are recorded, if they must be.
+    #[inline]
+    pub(super) fn track_for(&mut self, stream: &Stream) {
+        if let Memory::Buffer(buffer) = self.memory
+            && let Some(tracked) = buffer.tracked_for(stream)
+        {
+            self.memory = Memory::Tracked(tracked);
+        }
+    }
+
+    /// The order in which buffers are locked: first those that are not.
+    #[inline]
     pub(super) fn key(&self) -> usize {
-        Arc::as_ptr(self.buffer).addr()
+        match self.memory {
+            Memory::Buffer(_) => 0,
+            Memory::Tracked(tracked) => Arc::as_ptr(tracked).addr(),
+        }
+    }
+
+    /// Records the use of a buffer that has become tracked meanwhile.
+    #[inline]
+    pub(super) fn add_late(&self, stream: &Stream) {
+        if let Memory::Buffer(buffer) = self.memory
+            && let Some(tracked) = buffer.tracked_meanwhile()
+            // It fails inside a host callback, where nothing was queued.
+            && let Ok(mut uses) = tracked.lock_uses()
+        {
+            uses.add(stream, self.span, record(stream).as_ref());
+        }
     }
 }
 
@@ -31,24 +105,26 @@ pub(super) fn capture_of(stream: &Stream) -> Result<Option<StreamCapture>> {
     if stream.instance().has_captures() { stream.instance().captures().find(stream) } else { Ok(None) }
 }
 
-/// Locks and prepares the buffers one by one, queues the work, and records the uses on the way back. `accesses` are
-/// sorted. Returns the event behind the work, if one of the buffers needs one.
+/// Locks and prepares tracked buffers one by one, queues the work, and records the uses on the way back, also if
+/// `queue` has failed: some of the work may be in the stream. `accesses` are sorted. Returns the event behind the work,
+/// if one of the buffers needs one; an error is one of the preparation, before anything was queued.
 pub(super) fn run(
     stream: &Stream,
     accesses: &[Access<'_>],
     exact: bool,
-    queue: &mut dyn FnMut() -> Result<()>,
+    queue: &mut dyn FnMut(),
 ) -> Result<Option<Arc<PooledEvent>>> {
     let Some(first) = accesses.first() else {
-        queue()?;
+        queue();
         return Ok(if exact { record(stream) } else { None });
     };
     // An operation may use several parts of one buffer.
     let parts = accesses.iter().take_while(|access| access.key() == first.key()).count();
     let (of_buffer, rest) = accesses.split_at(parts);
-    let mut uses = first.buffer.lock_uses()?;
+    let tracked = first.tracked();
+    let mut uses = tracked.lock_uses()?;
     for access in of_buffer {
-        access.buffer.prepare(&mut uses, stream, access.span)?;
+        tracked.prepare(&mut uses, stream, access.span)?;
     }
     let event = run(stream, rest, exact || uses.is_exact(), queue)?;
     for access in of_buffer {

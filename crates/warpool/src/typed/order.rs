@@ -74,11 +74,10 @@ pub(super) struct Uses {
 
 impl Uses {
     /// Memory that was allocated for work in `stream`: what the stream holds may still use it.
-    pub(super) fn allocated_for(stream: &Stream, bytes: u64) -> Self {
+    pub(super) fn allocated_for(device: DeviceId, stream: StreamId, bytes: u64) -> Self {
         let span = Span { start: 0, end: bytes, write: true };
-        let first = Use { device: stream.device_id(), stream: stream.id(), span, event: None, waited: Vec::new() };
-        let home = Some(stream.id());
-        Self { sole: Some(first), list: Vec::new(), exact: false, home, recorded: Vec::new() }
+        let first = Use { device, stream, span, event: None, waited: Vec::new() };
+        Self { sole: Some(first), list: Vec::new(), exact: false, home: Some(stream), recorded: Vec::new() }
     }
 
     /// Memory of the host, which no stream uses yet. The host asks often whether it may access it, so events are exact.

@@ -11,14 +11,13 @@
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, RangeBounds};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use bytemuck::Pod;
 
-use super::buffer::{Block, Buffer};
+use super::buffer::Buffer;
 use super::device_vec::byte_count;
-use super::order::Uses;
+use super::tracked::Tracked;
 use super::view::{IntoView, IntoViewMut, Part, Sealed, View, ViewMut};
 use crate::Result;
 use crate::error::BufferError;
@@ -32,8 +31,7 @@ use crate::memory::HostAllocator;
 /// [`wait`](Self::wait) waits.
 ///
 /// ```
-/// # use std::sync::Arc;
-/// # use warpool::{DeviceVec, Instance, PinnedVec, driver::sim::{SimConfig, SimDriver}};
+/// # /// # use warpool::{DeviceVec, Instance, PinnedVec, driver::sim::{SimConfig, SimDriver}};
 /// # use warpool::memory::{CachingAllocator, HostAllocator, PinnedSettings, Settings};
 /// # fn main() -> warpool::Result<()> {
 /// # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
@@ -52,7 +50,7 @@ use crate::memory::HostAllocator;
 /// # }
 /// ```
 pub struct PinnedVec<T> {
-    buffer: Arc<Buffer>,
+    buffer: Buffer,
     len: usize,
     elements: PhantomData<T>,
 }
@@ -75,7 +73,7 @@ impl<T: Pod> PinnedVec<T> {
     fn allocate(host: &HostAllocator, len: usize) -> Result<Self> {
         const { assert!(align_of::<T>() <= 512, "pinned memory is aligned to 512 bytes") };
         let block = host.allocate(byte_count::<T>(len)?)?;
-        let buffer = Buffer::new(Block::Pinned(block, host.instance().clone()), Uses::of_host());
+        let buffer = Buffer::pinned(block, host.instance().clone());
         Ok(Self { buffer, len, elements: PhantomData })
     }
 
@@ -167,40 +165,45 @@ impl<T: Pod> PinnedVec<T> {
         self.view_mut().into_slice(range)
     }
 
+    #[inline]
+    fn tracked(&self) -> &Tracked {
+        self.buffer.tracked()
+    }
+
     /// Fails unless a plain reference is sound now, and as long as it is alive.
     #[inline]
     fn check(&self, write: bool) -> Result<()> {
-        if self.buffer.graphs.load(Ordering::Acquire) > 0 {
-            return Err(BufferError::UsedByGraph { buffer: self.buffer.name() }.into());
+        if self.tracked().graphs.load(Ordering::Acquire) > 0 {
+            return Err(BufferError::UsedByGraph { buffer: self.tracked().name() }.into());
         }
-        if self.buffer.busy.load(Ordering::Acquire) { self.check_uses(write) } else { Ok(()) }
+        if self.tracked().busy.load(Ordering::Acquire) { self.check_uses(write) } else { Ok(()) }
     }
 
     #[cold]
     fn check_uses(&self, write: bool) -> Result<()> {
-        let mut uses = self.buffer.try_lock_uses()?;
-        if let Some(stream) = uses.busy_for_host(self.buffer.instance(), write)? {
-            return Err(BufferError::InUse { buffer: self.buffer.name(), stream }.into());
+        let mut uses = self.tracked().try_lock_uses()?;
+        if let Some(stream) = uses.busy_for_host(self.tracked().instance(), write)? {
+            return Err(BufferError::InUse { buffer: self.tracked().name(), stream }.into());
         }
         if uses.is_empty() {
-            self.buffer.busy.store(false, Ordering::Release);
+            self.tracked().busy.store(false, Ordering::Release);
         }
         Ok(())
     }
 
     fn wait_for(&self, write: bool) -> Result<()> {
-        self.buffer.lock_uses()?.wait_for_host(self.buffer.instance(), write)
+        self.tracked().lock_uses()?.wait_for_host(self.tracked().instance(), write)
     }
 
     /// Counts a borrow, after the work under way. Replays look at the count under the same lock.
     fn borrow(&self, write: bool) -> Result<()> {
-        let mut uses = self.buffer.lock_uses()?;
-        uses.wait_for_host(self.buffer.instance(), write)?;
-        let borrows = &self.buffer.host_borrows;
+        let mut uses = self.tracked().lock_uses()?;
+        uses.wait_for_host(self.tracked().instance(), write)?;
+        let borrows = &self.tracked().host_borrows;
         let current = borrows.load(Ordering::Acquire);
         // An earlier guard was leaked, or another thread has one.
         if current < 0 || (write && current > 0) || current == i32::MAX {
-            return Err(BufferError::BorrowedByHost { buffer: self.buffer.name() }.into());
+            return Err(BufferError::BorrowedByHost { buffer: self.tracked().name() }.into());
         }
         if write {
             borrows.store(-1, Ordering::Release);
@@ -222,15 +225,14 @@ impl<T: Pod> PinnedVec<T> {
     /// The elements, to be written. Only behind a check, or a counted borrow.
     #[inline]
     fn elements_mut(&mut self) -> &mut [T] {
-        self.buffer.host_wrote.store(true, Ordering::Relaxed);
+        self.tracked().host_wrote.store(true, Ordering::Relaxed);
         // SAFETY: as in `elements`, and no device reads it either; `self` is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.start(), self.len) }
     }
 
     #[inline]
     fn start(&self) -> *mut T {
-        let Block::Pinned(block, _) = self.buffer.block() else { unreachable!("it was made with pinned memory") };
-        match block.ptr().0 {
+        match self.tracked().host_ptr().0 {
             0 => std::ptr::dangling_mut(),
             // Drivers expose the provenance of memory that they pin.
             address => std::ptr::with_exposed_provenance_mut(address as usize),
@@ -304,13 +306,13 @@ impl<T: Pod> DerefMut for HostMut<'_, T> {
 
 impl<T: Pod> Drop for HostRef<'_, T> {
     fn drop(&mut self) {
-        self.vec.buffer.host_borrows.fetch_sub(1, Ordering::AcqRel);
+        self.vec.tracked().host_borrows.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
 impl<T: Pod> Drop for HostMut<'_, T> {
     fn drop(&mut self) {
-        self.vec.buffer.host_borrows.store(0, Ordering::Release);
+        self.vec.tracked().host_borrows.store(0, Ordering::Release);
     }
 }
 

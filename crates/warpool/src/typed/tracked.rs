@@ -1,13 +1,13 @@
-//! The memory behind typed vectors and views: a block, the order of its uses, and its label.
+//! Typed memory whose uses are recorded: a block, the order of its uses, and its label.
 //!
-//! A buffer is shared by its vector and by the graphs that captured work on it; it is freed with the last of them. The
-//! block's own destructor makes no driver call and waits for nothing: the allocator knows every stream that used it.
+//! It is shared by its vector and by the graphs that captured work on it, and freed with the last of them. The block's
+//! own destructor makes no driver call and waits for nothing: the allocator knows every stream that used it.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-use warpool_driver::{Address, DeviceId, DevicePtr};
+use warpool_driver::{DevicePtr, HostPtr};
 
 use super::order::{Span, Uses};
 use crate::error::BufferError;
@@ -15,8 +15,8 @@ use crate::memory::{DeviceBlock, HostBlock};
 use crate::sync::try_lock;
 use crate::{Instance, Result, Stream, lock};
 
-/// Memory of one typed vector.
-pub(crate) struct Buffer {
+/// The memory of one vector, and who uses it.
+pub(super) struct Tracked {
     block: Block,
     uses: Mutex<Uses>,
     label: OnceLock<Box<str>>,
@@ -39,8 +39,19 @@ pub(super) enum Block {
     Pinned(HostBlock, Instance),
 }
 
-impl Buffer {
-    pub(super) fn new(block: Block, uses: Uses) -> Arc<Self> {
+impl Tracked {
+    /// Device memory. What its stream holds may still use it.
+    pub(super) fn device(block: DeviceBlock) -> Arc<Self> {
+        let uses = Uses::allocated_for(block.device_id(), block.stream_id(), block.bytes());
+        Self::new(Block::Device(block), uses)
+    }
+
+    /// Pinned memory, which no stream uses yet.
+    pub(super) fn pinned(block: HostBlock, instance: Instance) -> Arc<Self> {
+        Self::new(Block::Pinned(block, instance), Uses::of_host())
+    }
+
+    fn new(block: Block, uses: Uses) -> Arc<Self> {
         Arc::new(Self {
             block,
             uses: Mutex::new(uses),
@@ -63,37 +74,19 @@ impl Buffer {
         &self.block
     }
 
-    /// The address `offset` bytes from its start.
-    pub(super) fn address(&self, offset: u64) -> Address {
+    /// Where it is, if it is device memory.
+    pub(super) fn device_ptr(&self) -> Option<DevicePtr> {
         match &self.block {
-            Block::Device(block) => block.ptr().offset(offset).into(),
-            Block::Pinned(block, _) => block.ptr().offset(offset).into(),
-        }
-    }
-
-    /// The same as kernels see it: pinned memory has one address for the host and for all devices.
-    pub(super) fn device_address(&self, offset: u64) -> DevicePtr {
-        match self.address(offset) {
-            Address::Device(ptr) => ptr,
-            Address::Host(ptr) => DevicePtr(ptr.0),
-        }
-    }
-
-    /// Its device; `None` for pinned memory, which all devices can use.
-    pub(super) fn device(&self) -> Option<DeviceId> {
-        match &self.block {
-            Block::Device(block) => Some(block.device_id()),
+            Block::Device(block) => Some(block.ptr()),
             Block::Pinned(..) => None,
         }
     }
 
-    /// Fails if it is memory of another device than the stream's.
-    pub(super) fn expect_device_of(&self, stream: &Stream) -> Result<()> {
-        match self.device() {
-            Some(owner) if owner != stream.device_id() => {
-                Err(BufferError::Device { buffer: self.name(), owner, stream: stream.device_id() }.into())
-            }
-            _ => Ok(()),
+    /// The address of pinned memory.
+    pub(super) fn host_ptr(&self) -> HostPtr {
+        match &self.block {
+            Block::Pinned(block, _) => block.ptr(),
+            Block::Device(_) => unreachable!("device memory has no address of the host"),
         }
     }
 
@@ -180,7 +173,7 @@ impl Buffer {
     }
 }
 
-impl fmt::Debug for Buffer {
+impl fmt::Debug for Tracked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.block {
             Block::Device(block) => write!(f, "{}: {block:?}", self.name()),

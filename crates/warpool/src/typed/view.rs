@@ -3,13 +3,12 @@
 
 use std::marker::PhantomData;
 use std::ops::{Bound, Range, RangeBounds};
-use std::sync::Arc;
 
 use bytemuck::Pod;
 use warpool_driver::{Address, DevicePtr};
 
 use super::buffer::Buffer;
-use super::operation::Access;
+use super::operation::{Access, Memory};
 use super::order::Span;
 use crate::Result;
 use crate::error::BufferError;
@@ -30,7 +29,7 @@ pub struct ViewMut<'a, T> {
 /// A range of a buffer.
 #[derive(Debug)]
 pub(super) struct Part<'a, T> {
-    buffer: &'a Arc<Buffer>,
+    buffer: &'a Buffer,
     range: Range<usize>,
     elements: PhantomData<&'a T>,
 }
@@ -48,7 +47,7 @@ impl<T> Clone for View<'_, T> {
 }
 
 impl<'a, T: Pod> Part<'a, T> {
-    pub(super) fn all(buffer: &'a Arc<Buffer>, len: usize) -> Self {
+    pub(super) fn all(buffer: &'a Buffer, len: usize) -> Self {
         Self { buffer, range: 0..len, elements: PhantomData }
     }
 
@@ -64,7 +63,7 @@ impl<'a, T: Pod> Part<'a, T> {
         (self.range.start * size_of::<T>()) as u64
     }
 
-    pub(super) fn buffer(&self) -> &'a Arc<Buffer> {
+    pub(super) fn buffer(&self) -> &'a Buffer {
         self.buffer
     }
 
@@ -79,7 +78,7 @@ impl<'a, T: Pod> Part<'a, T> {
     /// A use of all of it.
     pub(super) fn access(&self, write: bool) -> Access<'a> {
         let start = self.offset();
-        Access { buffer: self.buffer, span: Span { start, end: start + self.bytes(), write } }
+        Access { memory: Memory::Buffer(self.buffer), span: Span { start, end: start + self.bytes(), write } }
     }
 
     fn sub(&self, range: impl RangeBounds<usize>) -> Result<Self> {

@@ -16,6 +16,8 @@ fn kinds(error: &Error) -> Vec<&'static str> {
         (error.is_refused_in_capture(), "refused in capture"),
         (error.is_device_lost(), "device lost"),
         (error.is_not_ready(), "not ready"),
+        (error.is_asleep(), "asleep"),
+        (error.is_unsupported(), "unsupported"),
         (error.is_invalid_argument(), "invalid argument"),
     ];
     all.into_iter().filter_map(|(is, name)| is.then_some(name)).collect()
@@ -40,6 +42,12 @@ fn every_error_has_at_most_one_kind() {
         (BufferError::OrdinaryMemoryInCapture.into(), &["refused in capture"]),
         (BufferError::Length { source_len: 1, target_len: 2 }.into(), &["invalid argument"]),
         (Error::DeviceOutOfRange { index: 1, count: 1 }, &["invalid argument"]),
+        (Error::MemoryAsleep { tag: "weights".into(), what: "replay the graph" }, &["asleep"]),
+        (Error::TagAsleep { tag: "weights".into() }, &["asleep"]),
+        (Error::UnknownTag { tag: "weights".into(), known: Vec::new() }, &["invalid argument"]),
+        (Error::Unsupported { allocator: "driver-pool", what: "memory that sleeps" }, &["unsupported"]),
+        (driver(ErrorCode::NotSupported), &["unsupported"]),
+        (GraphError::UnknownBuffer.into(), &["invalid argument"]),
         (Error::ThreadEnding, &[]),
     ] {
         assert_eq!(kinds(&error), expected, "{error}");

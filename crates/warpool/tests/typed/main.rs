@@ -1,5 +1,6 @@
 //! Typed memory and kernels with typed arguments.
 
+mod asleep;
 mod captures;
 mod errors;
 mod fixture;

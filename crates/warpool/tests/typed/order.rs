@@ -1,7 +1,14 @@
 //! Uses of one buffer in several streams: waits are made where they are needed, and only there.
 
-use warpool::driver::Call;
-use warpool::{DeviceVec, PinnedVec, Result};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{Call, ErrorCode, Pattern};
+use warpool::memory::{HostAllocator, PinnedSettings};
+use warpool::typed::BufferError;
+use warpool::{DeviceVec, Error, Instance, PinnedVec, Result};
 
 use crate::fixture::Fixture;
 
@@ -150,8 +157,8 @@ fn threads_share_a_vector() -> Result<()> {
 fn a_callback_that_uses_typed_memory_gets_the_drivers_error() -> Result<()> {
     let gpu = Fixture::new()?;
     let (stream, other) = (gpu.stream()?, gpu.stream()?);
-    let x = std::sync::Arc::new(std::sync::Mutex::new(DeviceVec::<u32>::zeroed(&gpu.allocator, 8, &stream)?));
-    let (seen, inner) = (std::sync::Arc::new(std::sync::OnceLock::new()), x.clone());
+    let x = Arc::new(std::sync::Mutex::new(DeviceVec::<u32>::zeroed(&gpu.allocator, 8, &stream)?));
+    let (seen, inner) = (Arc::new(std::sync::OnceLock::new()), x.clone());
     let (result, own) = (seen.clone(), other.stream().clone());
     stream.host_callback(move || {
         let mut x = inner.lock().expect("no thread panicked");
@@ -159,6 +166,62 @@ fn a_callback_that_uses_typed_memory_gets_the_drivers_error() -> Result<()> {
     })?;
     stream.synchronize()?;
     let error = seen.get().cloned().expect("the callback ran").expect_err("calls are not permitted there");
-    assert_eq!(error.driver().map(|error| error.code), Some(warpool::driver::ErrorCode::NotPermitted));
+    assert_eq!(error.driver().map(|error| error.code), Some(ErrorCode::NotPermitted));
+    gpu.finish()
+}
+
+/// The first uses of a vector, at the same time in two threads: one in its own stream, which records nothing, one in
+/// another, which begins to record.
+#[test]
+fn threads_begin_to_share_a_vector() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let streams = [gpu.stream()?, gpu.stream()?, gpu.stream()?];
+    let mut targets = [0, 1].map(|at| DeviceVec::<u32>::zeroed(&gpu.allocator, 1000, &streams[at]).unwrap());
+    for round in 0..200 {
+        let mut x = DeviceVec::<u32>::zeroed(&gpu.allocator, 1000, &streams[0])?;
+        std::thread::scope(|scope| {
+            for (stream, target) in streams.iter().zip(&mut targets) {
+                let x = &x;
+                scope.spawn(move || stream.copy(x, target).unwrap());
+            }
+        });
+        // After both reads.
+        streams[2].fill(&mut x, round)?;
+    }
+    gpu.finish()
+}
+
+/// A fill of elements that no pattern repeats is several driver calls.
+#[test]
+fn work_that_failed_half_way_is_waited_for() -> Result<()> {
+    let faulty = Arc::new(Faulty::new(Arc::new(SimDriver::new(SimConfig::default())), FaultPlan::new()));
+    let instance = Instance::new(faulty.clone())?;
+    let (stream, host) =
+        (instance.device(0)?.lease_stream()?, HostAllocator::new(&instance, PinnedSettings::default()));
+    let mut pinned = PinnedVec::<[u32; 3]>::zeroed(&host, 1 << 20)?;
+    faulty.set_plan(FaultPlan::new().fail_nth(Call::Copy, 3, ErrorCode::LaunchFailed));
+    let failed = stream.fill(&mut pinned, [1, 2, 3]).expect_err("the third copy fails");
+    assert_eq!(failed.driver().map(|error| error.code), Some(ErrorCode::LaunchFailed));
+    faulty.clear_plan();
+    let refused = pinned.try_slice_mut().expect_err("the first copies are under way");
+    assert!(matches!(refused, Error::Buffer(BufferError::InUse { .. })), "{refused}");
+    assert_eq!(pinned.wait_mut()?[..4], [[1, 2, 3]; 4]);
+    Ok(())
+}
+
+#[test]
+fn work_of_a_closure_that_panics_is_waited_for() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let (one, two) = (gpu.stream()?, gpu.stream()?);
+    let mut x = DeviceVec::<u32>::zeroed(&gpu.allocator, 1 << 20, &one)?;
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        two.with_address_mut(&mut x, |ptr| -> Result<()> {
+            gpu.instance.driver().fill(ptr, Pattern::U32(7), 1 << 20, two.id())?;
+            panic!("after the fill was queued");
+        })
+    }));
+    assert!(outcome.is_err());
+    one.fill(x.slice_mut(..10)?, 9)?;
+    assert_eq!((x.to_vec(&one)?[..10].to_vec(), x.to_vec(&one)?[10]), (vec![9; 10], 7));
     gpu.finish()
 }

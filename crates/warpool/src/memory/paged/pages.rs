@@ -592,9 +592,14 @@ impl PageTable {
         self.reserved.all.current - self.segment_bytes
     }
 
-    /// What counts against the limit: what is reserved and does not sleep, and what sources are being asked for.
+    /// What is reserved, as statistics have it: what sleeps is not.
+    pub(super) fn bytes_awake(&self) -> u64 {
+        self.reserved.all.current.saturating_sub(self.bytes_asleep)
+    }
+
+    /// What counts against the limit: what is reserved, and what sources are being asked for.
     pub(super) fn bytes_limited(&self) -> u64 {
-        self.reserved.all.current.saturating_sub(self.bytes_asleep).saturating_add(self.calls_bytes)
+        self.bytes_awake().saturating_add(self.calls_bytes)
     }
 
     /// A source is asked for `bytes`, which count against the limit meanwhile. `false` if they exceed it.

@@ -202,7 +202,7 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
     let table = &mut *table;
     old_mappings::undo_some(device, table, details)?;
     let (mut waited, before) = (Waited::default(), table.reserved_all().current);
-    let excess = |table: &PageTable| table.reserved_all().current.saturating_sub(target);
+    let excess = |table: &PageTable| table.bytes_awake().saturating_sub(target);
     let mut outcome = Ok(());
     if pool.is_default() {
         // Those that belong nowhere first: nobody can use them without a driver call.

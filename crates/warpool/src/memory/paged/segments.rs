@@ -126,11 +126,16 @@ pub(super) fn release(device: &PagedDevice, pool: MemPoolId, target: u64, detail
         if !pool.is_default() && of_pool != pool {
             continue;
         }
-        let Takeable::After(users) = lock(&device.pools).takeable(of_pool) else { continue };
+        let (takeable, is_awake) = {
+            let pools = lock(&device.pools);
+            (pools.takeable(of_pool), pools.sleeping.expect_awake(of_pool).is_ok())
+        };
+        let Takeable::After(users) = takeable else { continue };
         for kind in [SegmentKind::Small, SegmentKind::Large] {
             let free = device.heaps.get(number).lock().free_segments(kind);
             for range in free {
-                if lock(&device.pages).reserved_all().current <= target {
+                // What sleeps is not reserved; its addresses and its contents on the host go.
+                if is_awake && lock(&device.pages).bytes_awake() <= target {
                     break;
                 }
                 match release_segment(device, Location { heap: number, kind, range }, (stream, &users), details) {

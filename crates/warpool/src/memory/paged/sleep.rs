@@ -76,6 +76,10 @@ impl PoolSleep for PagedAllocator {
         Ok(())
     }
 
+    fn expect_awake(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        lock(&self.device(device)?.pools).sleeping.expect_awake(pool)
+    }
+
     fn reserve_to_wake(&self, device: DeviceId, pool: MemPoolId, asleep: Asleep) -> Result<bool> {
         let device = self.device(device)?;
         let limit = device.limit();

@@ -108,17 +108,31 @@ impl<'a> Packer<'a> {
         self.pieces.iter().map(|piece| piece.bytes()).sum()
     }
 
+    /// The next piece.
+    fn allocate(&mut self, device: &Device) -> Result<()> {
+        let piece = self.bytes_left.min(PIECE);
+        let block = self.host.allocate_for(piece, device)?;
+        self.bytes_left -= piece;
+        self.used = 0;
+        self.pieces.push(Arc::new(block));
+        Ok(())
+    }
+
+    /// All pieces at once.
+    pub(super) fn allocate_all(&mut self, device: &Device) -> Result<()> {
+        while self.bytes_left > 0 {
+            self.allocate(device)?;
+        }
+        Ok(())
+    }
+
     /// Begins to copy a range to the host. Fails with [`SaveError::NoHostMemory`] if there is none for it.
     pub(super) fn save(&mut self, ptr: u64, bytes: u64, copies: &mut Copies<'_>) -> Saved {
         let (mut saved, mut done) = (Vec::new(), 0);
         while done < bytes {
             let room = self.pieces.last().map_or(0, |piece| piece.bytes() - self.used);
             if room == 0 {
-                let piece = self.bytes_left.min(PIECE);
-                let block = self.host.allocate_for(piece, copies.device).map_err(SaveError::NoHostMemory)?;
-                self.bytes_left -= piece;
-                self.used = 0;
-                self.pieces.push(Arc::new(block));
+                self.allocate(copies.device).map_err(SaveError::NoHostMemory)?;
                 continue;
             }
             let piece = Arc::clone(self.pieces.last().expect("there is room in it"));

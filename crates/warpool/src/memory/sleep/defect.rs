@@ -8,6 +8,8 @@ pub(super) enum Defect {
     DoesNotWait,
     /// The last allocated block of a segment is not copied.
     ForgetsBlocks,
+    /// Memory whose contents were discarded is not zeroed when it wakes.
+    DoesNotZero,
     /// A failed wake keeps the memory that it created.
     KeepsMemoryOfFailedWake,
 }

@@ -46,6 +46,31 @@ pub(super) fn sleep(shared: &Shared, pools: &[Arc<TagPool>], keep: Keep) -> Resu
     Ok(report)
 }
 
+/// Pins host memory for the contents of pools that are awake, and leaves it to the cache.
+pub(super) fn prepare(shared: &Shared, pools: &[Arc<TagPool>]) -> Result<u64> {
+    let awake: Vec<&TagPool> =
+        pools.iter().map(|pool| &**pool).filter(|pool| matches!(pool.segments.phase(), Phase::Awake)).collect();
+    let mut bytes = Vec::new();
+    for pool in &awake {
+        bytes.push(Plan::of(shared, pool)?.bytes_live());
+    }
+    let bytes_needed = bytes.iter().sum();
+    // All of it at once, as the contents will be.
+    let (mut pinned, mut bytes_found) = (Vec::new(), 0);
+    for (pool, bytes) in awake.iter().zip(bytes) {
+        let mut packer = Packer::new(&shared.host, bytes);
+        let outcome = packer.allocate_all(&pool.segments.device);
+        bytes_found += packer.bytes_allocated();
+        pinned.push(packer);
+        if let Err(error) = outcome {
+            let shortage = SleepShortage::PinnedMemory { bytes_needed, bytes_found };
+            let (call, tags, source) = (SleepCall::Sleep, names(&awake), Some(error));
+            return Err(Error::Sleep(Box::new(SleepFailure { call, tags, shortage, source, is_undone: true })));
+        }
+    }
+    Ok(bytes_needed)
+}
+
 /// The names of tags with their devices, each once.
 pub(super) fn names_on_devices(pools: &[&TagPool]) -> Vec<(String, DeviceId)> {
     let mut names: Vec<(String, DeviceId)> = pools.iter().map(|pool| pool.name()).collect();

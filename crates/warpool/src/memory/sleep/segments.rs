@@ -126,8 +126,17 @@ impl TagSegments {
     }
 
     pub(super) fn set_phase(&self, phase: Phase) {
+        let is_awake = matches!(phase, Phase::Awake);
         // Dropped without the lock.
         let _before = std::mem::replace(&mut lock(&self.state).phase, phase);
+        let instance = self.device.instance();
+        for segment in self.segments() {
+            if is_awake {
+                instance.remove_asleep(segment.ptr);
+            } else {
+                instance.add_asleep(segment.ptr, segment.bytes, &self.tag);
+            }
+        }
     }
 
     /// All segments that the pool has, by address.
@@ -247,7 +256,10 @@ impl TagSegments {
         let freed: Vec<Segment> = lock(&self.state).segments.values().filter(is_freed).cloned().collect();
         for segment in freed {
             match self.undo(&segment) {
-                Ok(true) => drop(lock(&self.state).segments.remove(&segment.ptr)),
+                Ok(true) => {
+                    lock(&self.state).segments.remove(&segment.ptr);
+                    self.device.instance().remove_asleep(segment.ptr);
+                }
                 // A capture is under way.
                 Ok(false) => {}
                 Err(error) => tracing::warn!(%error, "a segment could not be returned to the driver; it is retried"),

@@ -46,6 +46,10 @@ impl PoolSleep for CachingAllocator {
         Ok(())
     }
 
+    fn expect_awake(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
+        self.device(device)?.read(|state| state.pools().sleeping.expect_awake(pool))
+    }
+
     fn reserve_to_wake(&self, device: DeviceId, pool: MemPoolId, asleep: Asleep) -> Result<bool> {
         Ok(self.device(device)?.change(|state| state.reserve_to_wake(pool, asleep)))
     }

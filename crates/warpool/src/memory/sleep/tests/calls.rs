@@ -405,3 +405,58 @@ fn pools_of_others_carry_a_tag_too() {
         assert_eq!(machine.tag("graphs").info().bytes, 30 * MIB, "a pool that is gone has no memory");
     });
 }
+
+#[test]
+fn what_is_prepared_is_not_pinned_by_the_sleep() {
+    on_all(|machine| {
+        let blocks = [("weights", 30), ("kv", 3)].map(|(tag, mib)| machine.allocate(tag, mib * MIB, 0).unwrap());
+        machine.write(&blocks[0], 5, 0);
+        let pinned = || (machine.host.stats().num_host_alloc, machine.host.stats().allocated_bytes.current);
+        let before = pinned();
+        assert_eq!(machine.tags.prepare(&["weights", "kv"]).unwrap(), 33 * MIB);
+        let prepared = pinned();
+        assert!(prepared.0 > before.0 && prepared.1 >= 33 * MIB, "{prepared:?}");
+        assert_eq!(machine.pinned(), 0, "it is cached");
+        machine.tags.prepare(&["weights"]).unwrap();
+        machine.sleep(&["weights", "kv"], Keep::Host).unwrap();
+        assert_eq!(pinned(), prepared);
+        assert_eq!(machine.tags.prepare(&["weights"]).unwrap(), 0, "what sleeps has its contents on the host");
+        machine.wake(&["weights", "kv"]).unwrap();
+        machine.expect(&blocks[0], 5, 0);
+        assert!(matches!(machine.tags.prepare(&["nobody"]), Err(Error::UnknownTag { .. })));
+        blocks.into_iter().for_each(|block| machine.allocator.free(block).unwrap());
+    });
+}
+
+#[test]
+fn pinned_memory_that_runs_out_while_preparing_is_reported() {
+    let pinned = PinnedSettings { cap_bytes: Some(32 * MIB), ..PinnedSettings::default() };
+    let machine = Machine::with(Kind::Paged, warpool_driver::sim::SimConfig::default(), 256 * MIB, pinned);
+    let blocks = ["weights", "kv"].map(|tag| machine.allocate(tag, 20 * MIB, 0).unwrap());
+    let Err(Error::Sleep(failure)) = machine.tags.prepare(&["weights", "kv"]) else { panic!("over the cap") };
+    let shortage = SleepShortage::PinnedMemory { bytes_needed: 40 * MIB, bytes_found: 20 * MIB };
+    assert_eq!((failure.shortage, failure.is_undone), (shortage, true));
+    assert!(Error::Sleep(failure).is_out_of_memory());
+    machine.sleep(&["kv"], Keep::Host).unwrap();
+    machine.wake(&["kv"]).unwrap();
+    blocks.into_iter().for_each(|block| machine.allocator.free(block).unwrap());
+    assert_eq!(machine.finish(), None);
+}
+
+#[test]
+fn what_sleeps_does_not_count_when_pages_are_trimmed_to_a_target() {
+    let machine = Machine::new(Kind::Paged, 256 * MIB);
+    let weights = machine.allocate("weights", 60 * MIB, 0).unwrap();
+    let (kept, freed) = (machine.untagged(20 * MIB, 0).unwrap(), machine.untagged(40 * MIB, 0).unwrap());
+    machine.allocator.free(freed).unwrap();
+    machine.sleep(&["weights"], Keep::Host).unwrap();
+    assert_eq!(machine.reserved(), 60 * MIB);
+    assert_eq!(machine.trim_to(60 * MIB), 0);
+    assert_eq!((machine.trim_to(50 * MIB), machine.reserved()), (10 * MIB, 50 * MIB));
+    machine.wake(&["weights"]).unwrap();
+    assert_eq!((machine.trim_to(100 * MIB), machine.reserved()), (10 * MIB, 100 * MIB));
+    for block in [weights, kept] {
+        machine.allocator.free(block).unwrap();
+    }
+    assert_eq!(machine.finish(), None);
+}

@@ -19,7 +19,8 @@ fn first_seed(defect: Defect) -> Option<(u64, String)> {
 
 #[test]
 fn deliberate_defects_are_found() {
-    for defect in [Defect::DoesNotWait, Defect::ForgetsBlocks, Defect::KeepsMemoryOfFailedWake] {
+    let defects = [Defect::DoesNotWait, Defect::ForgetsBlocks, Defect::DoesNotZero, Defect::KeepsMemoryOfFailedWake];
+    for defect in defects {
         let found = first_seed(defect);
         println!("{defect:?}: {found:?}");
         assert!(found.is_some(), "{defect:?}");

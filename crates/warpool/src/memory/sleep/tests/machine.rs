@@ -58,6 +58,7 @@ impl Machine {
         // Beside the allocator's memory there is room for the context and what checks contents.
         let mut config = config.with_capacity(capacity + 4 * MIB);
         config.devices[0].bytes_context = 2 * MIB;
+        config.fresh_byte = 0xA5;
         let sim = Arc::new(SimDriver::new(config));
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
         let instance = Instance::new(faulty.clone()).unwrap();
@@ -95,6 +96,13 @@ impl Machine {
         match &self.own {
             Allocator::Caching(caching) => caching.set_memory_cap(DEVICE, bytes).unwrap(),
             Allocator::Paged(paged) => paged.set_memory_cap(DEVICE, bytes).unwrap(),
+        }
+    }
+
+    pub fn trim_to(&self, bytes: u64) -> u64 {
+        match &self.own {
+            Allocator::Caching(_) => panic!("only pages are trimmed to a target"),
+            Allocator::Paged(paged) => paged.trim_to(DEVICE, bytes).unwrap(),
         }
     }
 

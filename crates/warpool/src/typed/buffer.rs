@@ -1,0 +1,173 @@
+//! The memory of one vector.
+//!
+//! Device memory that only its own stream has used, outside of captures, needs no bookkeeping: the order of that stream
+//! protects it, and the allocator knows the stream. So a new buffer is a block and nothing else. From the first use in
+//! another stream or in a capture on, or once it has a label, it is tracked (`tracked.rs`), which costs an allocation.
+//! Pinned memory is tracked from the start: the host asks for its uses.
+
+use std::fmt;
+use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, OnceLock};
+
+use warpool_driver::{Address, DeviceId, DevicePtr};
+
+use super::tracked::Tracked;
+use crate::error::BufferError;
+use crate::memory::{DeviceBlock, HostBlock};
+use crate::{Instance, Result, Stream};
+
+pub(super) struct Buffer {
+    /// Device memory. It owns it until it is tracked; from then on `tracked` does.
+    block: Option<DeviceBlock>,
+    tracked: OnceLock<Arc<Tracked>>,
+}
+
+impl Buffer {
+    #[inline]
+    pub(super) fn device(block: DeviceBlock) -> Self {
+        Self { block: Some(block), tracked: OnceLock::new() }
+    }
+
+    pub(super) fn pinned(block: HostBlock, instance: Instance) -> Self {
+        Self { block: None, tracked: OnceLock::from(Tracked::pinned(block, instance)) }
+    }
+
+    /// Its uses, recorded from here on.
+    #[inline]
+    pub(super) fn tracked(&self) -> &Arc<Tracked> {
+        match self.tracked.get() {
+            Some(tracked) => tracked,
+            None => self.track(),
+        }
+    }
+
+    #[cold]
+    fn track(&self) -> &Arc<Tracked> {
+        let tracked = self.tracked.get_or_init(|| {
+            let block = self.block.as_ref().expect("pinned memory is tracked from the start");
+            Tracked::device(block.second_owner())
+        });
+        // With the fence in `tracked_meanwhile`: an operation on another thread that has not seen this has queued its
+        // work already, so the event that is recorded for the first use comes after it.
+        fence(Ordering::SeqCst);
+        tracked
+    }
+
+    /// Its uses, unless none has to be recorded for one in `stream`, outside of captures.
+    #[inline]
+    pub(super) fn tracked_for(&self, stream: &Stream) -> Option<&Arc<Tracked>> {
+        match (self.tracked.get(), &self.block) {
+            (None, Some(block)) if block.stream_id() == stream.id() => None,
+            _ => Some(self.tracked()),
+        }
+    }
+
+    /// Its uses, if it has become tracked by another thread while work was queued that recorded none.
+    #[inline]
+    pub(super) fn tracked_meanwhile(&self) -> Option<&Arc<Tracked>> {
+        fence(Ordering::SeqCst);
+        self.tracked.get()
+    }
+
+    pub(super) fn instance(&self) -> &Instance {
+        match &self.block {
+            Some(block) => block.instance(),
+            None => self.tracked().instance(),
+        }
+    }
+
+    /// Where it is, if it is device memory.
+    pub(super) fn device_ptr(&self) -> Option<DevicePtr> {
+        self.block.as_ref().map(DeviceBlock::ptr)
+    }
+
+    /// The address `offset` bytes from its start.
+    pub(super) fn address(&self, offset: u64) -> Address {
+        match &self.block {
+            Some(block) => block.ptr().offset(offset).into(),
+            None => self.tracked().host_ptr().offset(offset).into(),
+        }
+    }
+
+    /// The same as kernels see it: pinned memory has one address for the host and for all devices.
+    pub(super) fn device_address(&self, offset: u64) -> DevicePtr {
+        match self.address(offset) {
+            Address::Device(ptr) => ptr,
+            Address::Host(ptr) => DevicePtr(ptr.0),
+        }
+    }
+
+    /// Its device; `None` for pinned memory, which all devices can use.
+    pub(super) fn device_id(&self) -> Option<DeviceId> {
+        self.block.as_ref().map(DeviceBlock::device_id)
+    }
+
+    /// Fails if it is memory of another device than the stream's.
+    pub(super) fn expect_device_of(&self, stream: &Stream) -> Result<()> {
+        match self.device_id() {
+            Some(owner) if owner != stream.device_id() => {
+                Err(BufferError::Device { buffer: self.tracked().name(), owner, stream: stream.device_id() }.into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn set_label(&self, label: &str) {
+        self.tracked().set_label(label);
+    }
+
+    pub(super) fn label(&self) -> Option<&str> {
+        self.tracked.get().and_then(|tracked| tracked.label())
+    }
+}
+
+impl Drop for Buffer {
+    #[inline]
+    fn drop(&mut self) {
+        if self.tracked.get().is_some()
+            && let Some(block) = self.block.take()
+        {
+            // The other owner frees it.
+            let _ = block.into_raw();
+        }
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.tracked.get(), &self.block) {
+            (Some(tracked), _) => tracked.fmt(f),
+            (None, Some(block)) => write!(f, "device memory without a label: {block:?}"),
+            (None, None) => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use warpool_driver::sim::{SimConfig, SimDriver};
+
+    use super::*;
+    use crate::memory::{Allocate, CachingAllocator, DeviceAllocator, Settings};
+
+    #[test]
+    fn only_uses_that_others_wait_for_are_tracked() -> Result<()> {
+        let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+        let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+        let device = instance.device(0)?;
+        let (own, other) = (device.lease_stream()?, device.lease_stream()?);
+        let allocated = || allocator.stats(device.id()).map(|stats| stats.allocated_bytes.all.current);
+        for tracks in [false, true] {
+            let buffer = Buffer::device(allocator.allocate(4096, &own)?);
+            assert!(buffer.tracked_for(&own).is_none() && buffer.tracked_meanwhile().is_none());
+            if tracks {
+                assert!(buffer.tracked_for(&other).is_some() && buffer.tracked_for(&own).is_some());
+            }
+            // It is freed once, by either owner.
+            assert_eq!(allocated()?, 4096);
+            drop(buffer);
+            assert_eq!(allocated()?, 0);
+        }
+        Ok(())
+    }
+}
