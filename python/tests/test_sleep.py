@@ -40,6 +40,7 @@ class Sleep(unittest.TestCase):
             cache = _native.malloc(50 * MIB)
         other = _native.malloc(10 * MIB)
         reserved = _native.stats(0)["reserved_bytes.all.current"]
+        self.assertEqual((_sleep.prepare_sleep("kv"), _sleep.prepare_sleep()), (50 * MIB, 80 * MIB))
         report = _sleep.sleep()
         self.assertEqual((report.changed, report.unchanged), (2, 0))
         self.assertEqual((report.bytes_device, report.bytes_copied), (80 * MIB, 80 * MIB))

@@ -47,6 +47,7 @@ _NAMES = ctypes.POINTER(ctypes.c_char_p)
 STATUS: Dict[str, Sequence[Any]] = {
     "warpool_tag_begin": (ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint64)),
     "warpool_tag_end": (ctypes.c_uint64,),
+    "warpool_prepare_sleep": (_NAMES, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int64)),
     "warpool_sleep": (_NAMES, ctypes.c_size_t, ctypes.c_int, ctypes.POINTER(_Totals)),
     "warpool_wake": (_NAMES, ctypes.c_size_t, ctypes.POINTER(_Totals)),
     "warpool_tags": (ctypes.POINTER(_TagValues), ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t)),
@@ -102,6 +103,19 @@ def tag(name: str, device: Optional[int] = None) -> Iterator[None]:
         yield
     finally:
         _native.call(STATUS, "warpool_tag_end", scope)
+
+
+def prepare_sleep(tags: TagNames = None) -> int:
+    """Pins the host memory that `sleep` with `keep="host"` needs for what the tags have now. Returns how many bytes.
+
+    The first sleep need not pin it then, which takes several times as long as its copies. The memory stays in the cache
+    of pinned memory, where `pin_memory` may use it meanwhile. It may run in a thread of its own, beside work of the
+    GPU. Raises `Error` if there is not enough.
+    """
+    prepared = ctypes.c_int64()
+    array, count = _array(tags)
+    _native.call(STATUS, "warpool_prepare_sleep", array, count, ctypes.byref(prepared))
+    return prepared.value
 
 
 def sleep(tags: TagNames = None, keep: str = "host") -> SleepReport:

@@ -17,7 +17,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from . import _backend, _bindings, _native, _unsupported
 from ._native import Error
-from ._sleep import SleepReport, TagInfo, sleep, tag, tags, wake
+from ._sleep import SleepReport, TagInfo, prepare_sleep, sleep, tag, tags, wake
 
 __all__ = [
     "Error",
@@ -26,6 +26,7 @@ __all__ = [
     "enable",
     "enabled",
     "page_stats",
+    "prepare_sleep",
     "set_settings",
     "settings",
     "sleep",

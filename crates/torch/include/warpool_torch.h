@@ -802,6 +802,15 @@ int warpool_tag_begin(int device, const char *tag, uint64_t *scope);
 // Ends a scope of `warpool_tag_begin`, in any thread and any order.
 int warpool_tag_end(uint64_t scope);
 
+// Pins the host memory that the contents of tags need, and leaves it in the cache of pinned memory: the first
+// `warpool_sleep` need not pin it then, which takes several times as long as its copies. Makes no call of the device,
+// and may be called by a thread of its own. `tags` has `count` names; NULL is all tags. Writes to `bytes`, unless it
+// is NULL, how much that is.
+//
+// # Safety
+// `tags` is NULL or points to `count` null-terminated strings. `bytes` is NULL or writable.
+int warpool_prepare_sleep(const char *const *tags, size_t count, int64_t *bytes);
+
 // Puts the memory of tags to sleep, on all devices, all of it or none: the contents go to pinned host memory, or are
 // dropped if `keep` is 0; the physical memory goes to the driver; addresses stay. `tags` has `count` names; NULL is
 // all tags. Waits for all work of the devices. Writes to `done`, unless it is NULL, what was done.

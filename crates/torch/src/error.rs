@@ -185,9 +185,9 @@ pub enum Error {
 
     /// Memory that another process cannot open.
     #[error(
-        "this memory cannot be shared with other processes: it is of a pool with an allocator of its own, of the \
-         driver's pools, or mapped on a device that cannot share such memory. Choose backend:native without \
-         expandable_segments, or send a copy in host memory"
+        "this memory cannot be shared with other processes: it has a tag, is of a pool with an allocator of its own, \
+         of the driver's pools, or mapped on a device that cannot share such memory. Share memory without a tag, \
+         choose backend:native without expandable_segments, or send a copy in host memory"
     )]
     NotShareable,
 

@@ -19,7 +19,7 @@ use warpool::memory::{
 };
 use warpool::{Device, Instance, Stream};
 use warpool_driver::fork::{self, Origin};
-use warpool_driver::{DeviceId, DevicePtr, Driver, ForeignStream};
+use warpool_driver::{DeviceId, DevicePtr, Driver, ForeignStream, StreamId};
 
 use crate::allocator::Allocator;
 use crate::backend::{Annotations, Contexts, Direct, Filter, MappedBlock, PinnedMemory, Routing, Sharing};
@@ -217,9 +217,17 @@ impl Runtime {
         }
         let stream = self.streams.resolve(&self.instance, device, stream)?;
         if self.captures.has_unbound_scope() {
-            self.captures.bind(&self.allocator, device, stream)?;
+            self.bind_capture(device, stream)?;
         }
         Ok(self.allocator().allocate_raw(Request::new(device, stream, bytes))?.ptr)
+    }
+
+    #[cold]
+    fn bind_capture(&self, device: DeviceId, stream: StreamId) -> Result<()> {
+        self.captures.bind(&self.allocator, device, stream, |tag| {
+            let device = self.instance.device(device.0)?;
+            self.tags.make_graph_pool(self.allocator().pools()?, &device, tag)
+        })
     }
 
     /// Allocates memory for work on `stream`, from the pool whose filter accepts the stream. 0 bytes give null.
@@ -322,6 +330,11 @@ impl Runtime {
     /// Ends what [`begin_tag`](Self::begin_tag) began.
     pub fn end_tag(&self, scope: u64) -> Result<()> {
         self.tags.end(scope)
+    }
+
+    /// Pins host memory for the contents of tags, ahead of their sleep; `None` is all tags.
+    pub fn prepare_sleep(&self, tags: Option<&[&str]>) -> Result<u64> {
+        self.tags.prepare(tags)
     }
 
     /// Puts the memory of tags to sleep, all or none; `None` is all tags.
@@ -433,9 +446,11 @@ impl Runtime {
         Ok(())
     }
 
-    /// Opens a capture scope: a capture whose memory comes from `pool` is about to begin.
+    /// Opens a capture scope: a capture whose memory comes from `pool` is about to begin. A new pool's memory carries
+    /// the tag that the thread is in.
     pub fn begin_pool(&self, device: i32, pool: TorchPoolId) -> Result<()> {
-        self.captures.begin(&self.allocator, self.device_id(device)?, pool);
+        let device = self.device_id(device)?;
+        self.captures.begin(&self.allocator, device, pool, self.tags.current(device));
         Ok(())
     }
 

@@ -64,7 +64,9 @@ impl ProcessTags {
     }
 
     /// The tag that requests of the calling thread on a device carry.
-    fn current(&self, device: DeviceId) -> Option<String> {
+    pub(crate) fn current(&self, device: DeviceId) -> Option<String> {
+        // Most programs have none.
+        self.tags.get()?;
         let thread = std::thread::current().id();
         let scopes = self.scopes.lock().unwrap_or_else(PoisonError::into_inner);
         let newest = scopes.open.values().rfind(|open| (open.thread, open.device) == (thread, device));
@@ -87,6 +89,21 @@ impl ProcessTags {
         }
     }
 
+    /// Makes a pool for a graph. Its memory carries the tag, if there is one.
+    pub(crate) fn make_graph_pool(
+        &self,
+        pools: &dyn PrivatePools,
+        device: &Device,
+        tag: Option<&str>,
+    ) -> Result<MemPoolId> {
+        match (self.tags.get(), tag) {
+            (Some(tags), Some(tag)) => Ok(tags.make_pool(device, tag, |upstream| {
+                pools.create_pool(device.id(), PoolOptions { upstream: Some(upstream), ..PoolOptions::default() })
+            })?),
+            _ => Ok(pools.create_graph_pool(device.id())?),
+        }
+    }
+
     pub(crate) fn end(&self, scope: u64) -> Result<()> {
         let closed = self.scopes.lock().unwrap_or_else(PoisonError::into_inner).open.remove(&scope);
         closed.map(drop).ok_or(Error::TagNotOpen)
@@ -106,6 +123,10 @@ impl ProcessTags {
         let names = all.names();
         let every: Vec<&str> = names.iter().map(String::as_str).collect();
         Ok(call(all, tags.unwrap_or(&every))?)
+    }
+
+    pub(crate) fn prepare(&self, tags: Option<&[&str]>) -> Result<u64> {
+        self.with(tags, Tags::prepare)
     }
 
     pub(crate) fn sleep(&self, tags: Option<&[&str]>, keep: Keep) -> Result<SleepReport> {

@@ -114,6 +114,11 @@ impl Bench<'_> {
             asleep = self.free()?;
             wakes = wakes.min(self.time(|| Ok(tags.wake(&["weights"])?))?);
         }
+        // As after a start: nothing is pinned.
+        host.trim(0)?;
+        let prepares = self.time(|| Ok(tags.prepare(&["weights"])?))?;
+        let prepared = self.time(|| Ok(tags.sleep(&["weights"], Keep::Host)?))?;
+        tags.wake(&["weights"])?;
         let (mut drops, mut zeroes) = (Duration::MAX, Duration::MAX);
         let intact = self.are_intact(&blocks)?;
         for _ in 0..ROUNDS {
@@ -122,6 +127,8 @@ impl Bench<'_> {
         }
         let first = first.unwrap_or_default();
         self.row(report, "sleep, first: pinned memory is allocated", first, to_host)?;
+        self.row(report, "prepare: pinned memory is allocated", prepares, to_host)?;
+        self.row(report, "sleep, first, prepared", prepared, to_host)?;
         self.row(report, "sleep, keep host", sleeps, to_host)?;
         self.row(report, "wake, keep host", wakes, to_device)?;
         self.row(report, "sleep, discard", drops, to_host)?;

@@ -222,6 +222,24 @@ fn typed_calls_are_compared_with_raw_ones() {
 }
 
 #[test]
+fn sleep_is_compared_with_plain_copies() {
+    let output = run("bench sleep --driver sim --ops 64 --json");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let rows = rows(&output);
+    let cases: Vec<_> = rows.iter().map(|row| row["case"].as_str().expect("a name")).collect();
+    for part in ["sleep, first: ", "prepare: ", "sleep, first, prepared", "sleep, keep host", "wake, keep host"] {
+        assert!(cases.iter().any(|case| case.starts_with(part)), "{part}: {cases:?}");
+    }
+    assert_eq!(cases.iter().filter(|case| case.contains("discard")).count(), 2);
+    for row in rows {
+        let number = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("no {key}: {row}"));
+        assert_eq!((row["bench"].as_str(), number("bytes")), (Some("sleep"), f64::from(64 << 20)));
+        assert!(number("gb_per_second") > 0.0 && number("plain_gb_per_second") > 0.0);
+    }
+    assert_usage_error("bench sleep", &["--driver", "sim", "cuda"]);
+}
+
+#[test]
 fn recorded_programs_are_measured() {
     let recording = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recordings/graphs.native.pickle.xz");
     let rows = objects(&format!("bench alloc --driver sim --recording {recording} --json"), 0);

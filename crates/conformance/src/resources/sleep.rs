@@ -18,6 +18,7 @@ use crate::expect::{CheckError, CheckResult, expect, expect_eq, require};
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     contents_and_addresses_return,
+    host_memory_is_pinned_ahead,
     discarded_contents_are_zero,
     the_driver_has_the_memory_meanwhile,
     other_memory_takes_its_place_meanwhile,
@@ -119,6 +120,21 @@ fn contents_and_addresses_return(context: &TestContext) -> CheckResult {
             }
         }
         Ok(())
+    })
+}
+
+fn host_memory_is_pinned_ahead(context: &TestContext) -> CheckResult {
+    on_each(context, |on| {
+        let block = on.block("weights", 40 * MIB)?;
+        on.write(&block, 3)?;
+        let pinned = || (on.host.stats().num_host_alloc, on.host.stats().allocated_bytes.current);
+        expect_eq("bytes prepared", on.tags.prepare(&["weights"])?, 40 * MIB)?;
+        let prepared = pinned();
+        expect(prepared.1 >= 40 * MIB, "they are pinned")?;
+        on.tags.sleep(&["weights"], Keep::Host)?;
+        expect_eq("what is pinned after the sleep", pinned(), prepared)?;
+        on.tags.wake(&["weights"])?;
+        on.expect("a block after waking", &block, 3)
     })
 }
 
@@ -249,6 +265,9 @@ fn memory_of_a_graph_sleeps_with_its_tag(context: &TestContext) -> CheckResult {
         for _ in 0..2 {
             on.tags.sleep(&["weights", "graphs"], Keep::Host)?;
             expect_eq("device memory of the graph asleep", tag.info().bytes_device, 0)?;
+            // The device would be lost.
+            let refused = graph.replay(&on.stream);
+            expect(refused.as_ref().is_err_and(Error::is_asleep), "a replay is refused while its memory sleeps")?;
             on.tags.wake(&["weights", "graphs"])?;
             context.expect_sequence("what the graph had written", output, BYTES, 15, &on.stream)?;
             graph.replay(&on.stream)?;

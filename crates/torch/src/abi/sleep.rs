@@ -67,6 +67,27 @@ fn totals(report: &SleepReport) -> SleepTotals {
     }
 }
 
+/// Pins the host memory that the contents of tags need, and leaves it in the cache of pinned memory: the first
+/// `warpool_sleep` need not pin it then, which takes several times as long as its copies. Makes no call of the device,
+/// and may be called by a thread of its own. `tags` has `count` names; NULL is all tags. Writes to `bytes`, unless it
+/// is NULL, how much that is.
+///
+/// # Safety
+/// `tags` is NULL or points to `count` null-terminated strings. `bytes` is NULL or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpool_prepare_sleep(tags: *const *const c_char, count: usize, bytes: *mut i64) -> c_int {
+    boundary::status(|| {
+        // SAFETY: null or so many strings by this function's contract.
+        let tags = unsafe { names(tags, count) }?;
+        let prepared = runtime::get()?.prepare_sleep(tags.as_deref())?;
+        if bytes.is_null() {
+            return Ok(());
+        }
+        // SAFETY: not null, and writable by this function's contract.
+        unsafe { boundary::write_output(bytes, "bytes", signed(prepared)) }
+    })
+}
+
 /// Puts the memory of tags to sleep, on all devices, all of it or none: the contents go to pinned host memory, or are
 /// dropped if `keep` is 0; the physical memory goes to the driver; addresses stay. `tags` has `count` names; NULL is
 /// all tags. Waits for all work of the devices. Writes to `done`, unless it is NULL, what was done.

@@ -23,11 +23,13 @@ pub(super) struct GraphPools {
 }
 
 /// A pool with one use per begin, given up by each release.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct GraphPool {
     /// Created when the first scope is bound.
     pool: Option<MemPoolId>,
     uses: u32,
+    /// What its memory carries: the tag of the thread that opened the first scope.
+    tag: Option<String>,
 }
 
 /// The result of giving up a use.
@@ -38,8 +40,10 @@ pub(super) enum Released {
 }
 
 impl GraphPools {
-    pub(super) fn add_use(&mut self, device: DeviceId, torch_pool: TorchPoolId) {
-        self.in_use.entry((device, torch_pool)).or_default().uses += 1;
+    /// `tag` counts for a pool that is new.
+    pub(super) fn add_use(&mut self, device: DeviceId, torch_pool: TorchPoolId, tag: Option<String>) {
+        let entry = self.in_use.entry((device, torch_pool)).or_insert(GraphPool { pool: None, uses: 0, tag });
+        entry.uses += 1;
     }
 
     pub(super) fn release(&mut self, device: DeviceId, torch_pool: TorchPoolId) -> Result<Released> {
@@ -55,20 +59,21 @@ impl GraphPools {
         Ok(Released::Last(pool))
     }
 
-    /// Our pool for PyTorch's; created now if no capture has allocated from it before. An error if it was released
-    /// while its capture was under way: nothing would release what is created here.
+    /// Our pool for PyTorch's; created now, with its tag, if no capture has allocated from it before. An error if it
+    /// was released while its capture was under way: nothing would release what is created here.
     pub(super) fn get_or_create(
         &mut self,
         pools: &dyn PrivatePools,
         device: DeviceId,
         torch_pool: TorchPoolId,
+        create: impl FnOnce(Option<&str>) -> Result<MemPoolId>,
     ) -> Result<MemPoolId> {
         let entry = self.in_use.get_mut(&(device, torch_pool));
         let entry = entry.ok_or(Error::PoolUnknown { pool: torch_pool, device: device.0 })?;
         if let Some(pool) = entry.pool {
             return Ok(pool);
         }
-        let pool = pools.create_graph_pool(device)?;
+        let pool = create(entry.tag.as_deref())?;
         entry.pool = Some(pool);
         if self.torch_ids.len() >= self.torch_ids_limit.max(TORCH_IDS_MIN) {
             self.torch_ids.retain(|&(device, pool), _| pools.pool_uses(device, pool).is_ok());

@@ -50,8 +50,8 @@ impl Captures {
         self.lock().scopes.len()
     }
 
-    /// Opens a scope and adds a use to its pool.
-    pub(crate) fn begin(&self, allocator: &Allocator, device: DeviceId, torch_pool: TorchPoolId) {
+    /// Opens a scope and adds a use to its pool; a new pool's memory carries the tag.
+    pub(crate) fn begin(&self, allocator: &Allocator, device: DeviceId, torch_pool: TorchPoolId, tag: Option<String>) {
         let Some(pools) = allocator.pools() else { return };
         if let Err(error) = self.close_finished(allocator) {
             tracing::warn!(%error, "the status of earlier captures could not be queried");
@@ -62,14 +62,21 @@ impl Captures {
             tracing::warn!(%error, "preparing for a capture failed; its first allocation tries again");
         }
         let mut state = self.lock();
-        state.pools.add_use(device, torch_pool);
+        state.pools.add_use(device, torch_pool, tag);
         state.scopes.open(device, torch_pool, announced.is_ok());
         self.unbound.fetch_add(1, Ordering::Release);
     }
 
-    /// Called before an allocation on `stream`: if it is capturing and no scope is bound to that capture, binds one.
+    /// Called before an allocation on `stream`: if it is capturing and no scope is bound to that capture, binds one. A
+    /// pool that is new is made by `create`, with its tag.
     #[cold]
-    pub(crate) fn bind(&self, allocator: &Allocator, device: DeviceId, stream: StreamId) -> Result<()> {
+    pub(crate) fn bind(
+        &self,
+        allocator: &Allocator,
+        device: DeviceId,
+        stream: StreamId,
+        create: impl FnOnce(Option<&str>) -> Result<MemPoolId>,
+    ) -> Result<()> {
         let CaptureState::Active(capture) = capture_state(allocator, stream)? else { return Ok(()) };
         let Some(pools) = allocator.pools() else { return Ok(()) };
         // Locked until the pool is routed, so that other threads of the same capture wait for it. Under the lock the
@@ -84,7 +91,7 @@ impl Captures {
             state.scopes.set_announced(index);
         }
         let torch_pool = state.scopes.get(index).torch_pool();
-        let pool = state.pools.get_or_create(pools, device, torch_pool)?;
+        let pool = state.pools.get_or_create(pools, device, torch_pool, create)?;
         let mut routes = state.scopes.routes(device, pool);
         routes.push(Route::Capture(capture));
         if let [only] = routes[..] {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread;
 
-use warpool::memory::{HistoryOptions, MemPoolId, Settings, SnapshotOptions};
+use warpool::memory::{HistoryOptions, Keep, MemPoolId, Settings, SnapshotOptions};
 use warpool_driver::decorate::{FaultPlan, Faulty};
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::{
@@ -122,6 +122,42 @@ with_each_backend! {
     pool_memory_serves_others_once_running_replays_are_done,
     snapshots_and_statistics_have_pytorchs_pool_ids,
     recorded_block_is_not_reused_within_the_capture,
+    memory_of_a_capture_in_the_scope_of_a_tag_sleeps,
+}
+
+/// Its memory leaves the device and returns, and the graph works again. The thread's tag at the begin counts.
+fn memory_of_a_capture_in_the_scope_of_a_tag_sleeps(backend: &str) {
+    let context = TestContext::with(backend);
+    let (runtime, stream) = (&context.runtime, context.stream());
+    let scope = runtime.begin_tag(0, "graphs").unwrap();
+    context.begin(POOL, stream);
+    runtime.end_tag(scope).unwrap();
+    let block = context.alloc(stream);
+    context.fill(block, 7, stream);
+    let graph = context.end(POOL, stream);
+    let reserved = context.bytes_reserved();
+    for round in 0..3 {
+        let report = runtime.sleep(Some(&["graphs"]), Keep::Host).unwrap();
+        assert!(report.bytes_device >= 4 << 20 && report.bytes_copied >= 4 << 20, "{report:?}");
+        assert_eq!(context.bytes_reserved(), reserved - report.bytes_device);
+        runtime.wake(None).unwrap();
+        context.fill(block, round, stream);
+        context.sim.graph_launch(graph, stream.id).unwrap();
+        assert_eq!(context.first_byte(block), 7);
+    }
+    // A capture that begins while the tag sleeps gets no memory.
+    runtime.sleep(None, Keep::Host).unwrap();
+    let scope = runtime.begin_tag(0, "graphs").unwrap();
+    context.begin(OTHER_POOL, stream);
+    let refused = runtime.malloc(4 * MIB, 0, stream.handle).unwrap_err();
+    assert!(matches!(refused, Error::Warpool(warpool::Error::TagAsleep { .. })), "{refused}");
+    context.end(OTHER_POOL, stream);
+    runtime.end_tag(scope).unwrap();
+    runtime.release_pool(0, OTHER_POOL).unwrap();
+    runtime.wake(None).unwrap();
+    runtime.free(block, 0).unwrap();
+    runtime.release_pool(0, POOL).unwrap();
+    context.finish();
 }
 
 /// Also on streams that join the capture; allocations of other streams do not.

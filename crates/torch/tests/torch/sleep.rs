@@ -34,6 +34,31 @@ with_each_backend! {
     memory_of_a_tag_sleeps_and_wakes,
     calls_without_tags_answer,
     a_full_device_at_waking_is_an_error,
+    memory_of_a_tag_is_not_shared_with_other_processes,
+    host_memory_is_pinned_ahead,
+}
+
+/// Memory that another process has open would not return to the driver, and who has it open is not known.
+fn memory_of_a_tag_is_not_shared_with_other_processes(backend: &str) {
+    let (_, runtime) = runtime(backend);
+    let weights = tagged(&runtime, "weights", 30 * MIB);
+    let refused = runtime.share(weights).expect_err("it has a tag");
+    assert!(matches!(refused, Error::NotShareable) && refused.to_string().contains("it has a tag"), "{refused}");
+    runtime.sleep(None, Keep::Host).unwrap();
+    assert!(matches!(runtime.share(weights), Err(Error::NotShareable)));
+    runtime.wake(None).unwrap();
+    runtime.free(weights, 0).unwrap();
+}
+
+fn host_memory_is_pinned_ahead(backend: &str) {
+    let (_, runtime) = runtime(backend);
+    assert_eq!(runtime.prepare_sleep(None).unwrap(), 0);
+    let weights = tagged(&runtime, "weights", 30 * MIB);
+    assert_eq!(runtime.prepare_sleep(Some(&["weights"])).unwrap(), 30 << 20);
+    assert_eq!(runtime.sleep(None, Keep::Host).unwrap().bytes_copied, 30 << 20);
+    assert_eq!(runtime.prepare_sleep(None).unwrap(), 0);
+    runtime.wake(None).unwrap();
+    runtime.free(weights, 0).unwrap();
 }
 
 fn memory_of_a_tag_sleeps_and_wakes(backend: &str) {
