@@ -91,7 +91,7 @@ use crate::{Device, Result, Stream};
 /// graph.capture(stream, CaptureOptions::default(), |_| graph.replay(stream))
 /// # }
 /// ```
-/// ```compile_fail,E0499
+/// ```compile_fail,E0501
 /// # use warpool::{Stream, graph::{CaptureOptions, Graph}};
 /// # fn reset(graph: &mut Graph, stream: &Stream) -> warpool::Result<()> {
 /// graph.capture(stream, CaptureOptions::default(), |_| graph.reset())

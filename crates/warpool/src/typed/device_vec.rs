@@ -20,7 +20,8 @@ use crate::{Device, Error, Result, Stream};
 ///
 /// Elements that are not plain data do not compile:
 /// ```compile_fail,E0599
-/// # /// # use warpool::{DeviceVec, Stream, memory::DeviceAllocator};
+/// # use std::sync::Arc;
+/// # use warpool::{DeviceVec, Stream, memory::DeviceAllocator};
 /// # fn strings(allocator: &Arc<dyn DeviceAllocator>, stream: &Stream) {
 /// let _ = DeviceVec::<String>::uninit(allocator, 10, stream);
 /// # }

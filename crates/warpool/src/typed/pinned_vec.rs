@@ -31,7 +31,8 @@ use crate::memory::HostAllocator;
 /// [`wait`](Self::wait) waits.
 ///
 /// ```
-/// # /// # use warpool::{DeviceVec, Instance, PinnedVec, driver::sim::{SimConfig, SimDriver}};
+/// # use std::sync::Arc;
+/// # use warpool::{DeviceVec, Instance, PinnedVec, driver::sim::{SimConfig, SimDriver}};
 /// # use warpool::memory::{CachingAllocator, HostAllocator, PinnedSettings, Settings};
 /// # fn main() -> warpool::Result<()> {
 /// # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
