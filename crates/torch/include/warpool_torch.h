@@ -328,8 +328,8 @@ extern "C" {
 // the same. Can be called again after a failure.
 int warpool_start(void);
 
-// Like `warpool_start`, with another backend than `native` if the settings name none: `paged` or `cudaMallocAsync`. If
-// the driver is open already, nothing changes.
+// Like `warpool_start`, with another backend than `native` if the settings name none: `paged` or `cudaMallocAsync`.
+// Where a GPU cannot have `paged`, it is `native`, with a warning. If the driver is open already, nothing changes.
 //
 // # Safety
 // `backend` is NULL, which is an error, or a null-terminated string.

@@ -121,7 +121,7 @@ impl Allocator {
         }
     }
 
-    fn backend(&self) -> Backend {
+    pub(crate) fn backend(&self) -> Backend {
         match self {
             Self::Caching(_) => Backend::Native,
             Self::Paged(_) => Backend::Paged,

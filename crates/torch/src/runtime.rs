@@ -117,9 +117,24 @@ fn start(backend: Backend) -> Result<&'static Runtime> {
     // Fails if the process has a subscriber already; that one is kept.
     let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(LevelFilter::WARN);
     let _ = log.without_time().log_internal_errors(false).try_init();
-    let settings = environment::settings(backend)?;
-    let runtime = Runtime::new(environment::driver()?, settings)?;
+    let runtime = open(environment::driver()?, backend, environment::settings)?;
     Ok(RUNTIME.get_or_init(|| runtime))
+}
+
+/// A runtime with the settings of `settings`, which gets the backend for those that name none. Where a GPU cannot have
+/// that one, the default takes its place: nobody asked for it by name.
+fn open(driver: Arc<dyn Driver>, backend: Backend, settings: impl Fn(Backend) -> Result<Settings>) -> Result<Runtime> {
+    let opened = Runtime::new(Arc::clone(&driver), settings(backend)?);
+    let instead = settings(Backend::default())?;
+    if instead.backend == backend || !matches!(opened, Err(Error::NoVirtualMemory)) {
+        return opened;
+    }
+    tracing::warn!(
+        "a GPU here has no virtual memory management, which backend:{} needs: backend:{} is used",
+        backend.name(),
+        instead.backend.name(),
+    );
+    Runtime::new(driver, instead)
 }
 
 /// Memory for work on `stream` from what is cached, the hot path: nothing is created, waited for or recorded. `None`,
@@ -556,5 +571,30 @@ impl Runtime {
             Ok(index) if index < self.device_count => Ok(DeviceId(index)),
             _ => self.device(index).map(|device| device.id()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use warpool_driver::sim::{SimConfig, SimDriver};
+
+    use super::*;
+
+    fn backend_of(virtual_memory: bool, named: &str) -> Result<Backend> {
+        let mut config = SimConfig::default();
+        config.devices[0].properties.virtual_memory = virtual_memory;
+        let settings = |backend| {
+            Settings::parse_for(backend, named).map_err(|source| Error::SettingsOf { variable: "WARPOOL_CONF", source })
+        };
+        let runtime = open(Arc::new(SimDriver::new(config)), Backend::Paged, settings)?;
+        Ok(runtime.allocator.backend())
+    }
+
+    #[test]
+    fn a_backend_that_nobody_named_gives_way_where_it_cannot_be() {
+        assert_eq!(backend_of(true, "").unwrap(), Backend::Paged);
+        assert_eq!(backend_of(false, "").unwrap(), Backend::Native);
+        assert_eq!(backend_of(false, "backend:native").unwrap(), Backend::Native);
+        assert!(matches!(backend_of(false, "backend:paged"), Err(Error::NoVirtualMemory)));
     }
 }

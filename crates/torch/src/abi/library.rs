@@ -22,8 +22,8 @@ pub extern "C" fn warpool_start() -> c_int {
     boundary::status(|| runtime::get().map(drop))
 }
 
-/// Like `warpool_start`, with another backend than `native` if the settings name none: `paged` or `cudaMallocAsync`. If
-/// the driver is open already, nothing changes.
+/// Like `warpool_start`, with another backend than `native` if the settings name none: `paged` or `cudaMallocAsync`.
+/// Where a GPU cannot have `paged`, it is `native`, with a warning. If the driver is open already, nothing changes.
 ///
 /// # Safety
 /// `backend` is NULL, which is an error, or a null-terminated string.
