@@ -1,14 +1,17 @@
 //! Checks of the source tree that the compiler does not make. `.ci/run` runs them all:
 //!
 //! ```sh
-//! cargo run -p xtask -- modules   # imports between the modules of a crate form no circle
-//! cargo run -p xtask -- width     # lines of code and prose within 120 columns
+//! cargo run -p xtask -- modules        # imports between the modules of a crate form no circle
+//! cargo run -p xtask -- width          # lines of code and prose within 120 columns
+//! cargo run -p xtask -- compile-fail   # examples that must not compile fail for the reason that they name
 //! ```
 //!
 //! Exit status: 0, 1 if a check fails, 2 on bad usage or an unreadable file.
 
 mod circles;
+mod compile_fail;
 mod imports;
+mod tracked;
 mod tree;
 mod width;
 
@@ -21,8 +24,9 @@ fn main() -> ExitCode {
     let found = match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["modules"] => modules(root),
         ["width"] => width::check(root),
+        ["compile-fail"] => compile_fail::check(root),
         _ => {
-            eprintln!("usage: cargo run -p xtask -- modules | width");
+            eprintln!("usage: cargo run -p xtask -- modules | width | compile-fail");
             return ExitCode::from(2);
         }
     };

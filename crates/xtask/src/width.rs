@@ -2,27 +2,18 @@
 //! be broken.
 
 use std::path::Path;
-use std::process::Command;
+
+use crate::tracked;
 
 const COLUMNS: usize = 120;
 
+const PATTERNS: [&str; 11] =
+    ["*.rs", "*.md", "*.py", "*.sh", "*.toml", "*.c", "*.h", "*.cpp", "*.js", "*.css", "*.html"];
+
 /// Every line that is too long in the files that git tracks.
 pub fn check(root: &Path) -> Result<Vec<String>, String> {
-    let listed = Command::new("git")
-        .args([
-            "ls-files", "-z", "*.rs", "*.md", "*.py", "*.sh", "*.toml", "*.c", "*.h", "*.cpp", "*.js", "*.css",
-            "*.html",
-        ])
-        .current_dir(root)
-        .output()
-        .map_err(|error| format!("git ls-files: {error}"))?;
-    if !listed.status.success() {
-        return Err(format!("git ls-files: {}", String::from_utf8_lossy(&listed.stderr)));
-    }
-    let names = String::from_utf8_lossy(&listed.stdout);
     let mut problems = Vec::new();
-    for name in names.split('\0').filter(|name| !name.is_empty()) {
-        let Ok(text) = std::fs::read_to_string(root.join(name)) else { continue }; // Deleted, and not yet committed.
+    for (name, text) in tracked::texts(root, &PATTERNS)? {
         problems.extend(
             too_long(&text, name.ends_with(".md")).map(|(line, columns)| format!("{name}:{line}: {columns} columns")),
         );

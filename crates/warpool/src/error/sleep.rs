@@ -25,6 +25,7 @@ impl fmt::Display for SleepCall {
 
 /// What was missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum SleepShortage {
     /// Pinned host memory for the contents.
     PinnedMemory {

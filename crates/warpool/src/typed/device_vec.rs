@@ -59,6 +59,7 @@ pub struct DeviceVec<T> {
 
 impl<T: Pod> DeviceVec<T> {
     /// `len` elements for work that begins in `stream`. What they contain is undefined until they are written.
+    #[inline]
     pub fn uninit(allocator: &impl Allocate, len: usize, stream: &Stream) -> Result<Self> {
         let block = allocator.allocate(byte_count::<T>(len)?, stream)?;
         Ok(Self { buffer: Buffer::device(block), len, elements: PhantomData })
@@ -149,8 +150,10 @@ impl<T: Pod> DeviceVec<T> {
 /// The bytes of `len` elements.
 pub(super) fn byte_count<T: Pod>(len: usize) -> Result<u64> {
     const { assert!(size_of::<T>() > 0, "elements of typed memory have a size") };
-    let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes <= isize::MAX as usize);
-    bytes.map(|bytes| bytes as u64).ok_or(Error::RequestTooLarge { bytes: u64::MAX })
+    match len.checked_mul(size_of::<T>()) {
+        Some(bytes) if bytes <= isize::MAX as usize => Ok(bytes as u64),
+        _ => Err(Error::RequestTooLarge { bytes: u64::MAX }),
+    }
 }
 
 impl<T> Sealed for &DeviceVec<T> {}

@@ -1,6 +1,7 @@
 //! Views of typed memory: [`View`] and [`ViewMut`], which borrow their vector like slices do, and [`Rows`] and
 //! [`RowsMut`], evenly spaced parts of one, for 2D copies.
 
+use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Bound, Range, RangeBounds};
 
@@ -15,19 +16,16 @@ use crate::error::BufferError;
 
 /// Shared access to a range of a [`DeviceVec`](super::DeviceVec) or [`PinnedVec`](super::PinnedVec): what `&[T]` is to
 /// a `Vec`.
-#[derive(Debug)]
 pub struct View<'a, T> {
     pub(super) part: Part<'a, T>,
 }
 
 /// Exclusive access to a range: what `&mut [T]` is to a `Vec`.
-#[derive(Debug)]
 pub struct ViewMut<'a, T> {
     pub(super) part: Part<'a, T>,
 }
 
 /// A range of a buffer.
-#[derive(Debug)]
 pub(super) struct Part<'a, T> {
     buffer: &'a Buffer,
     range: Range<usize>,
@@ -37,6 +35,24 @@ pub(super) struct Part<'a, T> {
 impl<T> Clone for Part<'_, T> {
     fn clone(&self) -> Self {
         Self { buffer: self.buffer, range: self.range.clone(), elements: PhantomData }
+    }
+}
+
+impl<T> fmt::Debug for Part<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "elements {:?} of {:?}", self.range, self.buffer)
+    }
+}
+
+impl<T> fmt::Debug for View<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.part.fmt(f)
+    }
+}
+
+impl<T> fmt::Debug for ViewMut<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.part.fmt(f)
     }
 }
 

@@ -49,6 +49,21 @@ fn slices_are_parts_and_their_bounds_are_checked() -> Result<()> {
 }
 
 #[test]
+fn vectors_and_views_say_what_they_are() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let stream = gpu.stream()?;
+    let mut x = DeviceVec::<f32>::zeroed(&gpu.allocator, 8, &stream)?;
+    let shown = format!("{x:?}");
+    assert!(shown.starts_with("8 elements in device memory without a label: 32 bytes at 0x"), "{shown}");
+    let shown = format!("{:?}", x.slice_mut(2..4)?);
+    assert!(shown.starts_with("elements 2..4 of device memory without a label: 32 bytes at 0x"), "{shown}");
+    let x = x.with_label("x");
+    let shown = format!("{:?}", x.view());
+    assert!(shown.starts_with("elements 0..8 of device memory \"x\": 32 bytes at 0x"), "{shown}");
+    gpu.finish()
+}
+
+#[test]
 fn lengths_must_match() -> Result<()> {
     let gpu = Fixture::new()?;
     let stream = gpu.stream()?;

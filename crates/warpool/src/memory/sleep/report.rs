@@ -6,6 +6,7 @@ use crate::memory::MemPoolId;
 
 /// What becomes of the contents of memory that falls asleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Keep {
     /// They are copied to pinned host memory, and are there again after waking.
     Host,
