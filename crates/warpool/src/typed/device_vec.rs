@@ -7,6 +7,7 @@ use std::ops::RangeBounds;
 use bytemuck::Pod;
 
 use super::buffer::Buffer;
+use super::vector::vector;
 use super::view::{IntoView, IntoViewMut, Part, Sealed, View, ViewMut};
 use crate::memory::Allocate;
 use crate::{Device, Error, Result, Stream};
@@ -81,63 +82,11 @@ impl<T: Pod> DeviceVec<T> {
         Ok(new)
     }
 
-    /// Gives it a name, for errors and for the hazards of the simulated GPU. Its first name stays.
-    #[must_use]
-    pub fn with_label(self, label: &str) -> Self {
-        self.buffer.set_label(label);
-        self
-    }
-
-    /// Its name.
-    #[must_use]
-    pub fn label(&self) -> Option<&str> {
-        self.buffer.label()
-    }
-
-    /// How many elements it has.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether it has none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// Its device.
     #[must_use]
     pub fn device(&self) -> Device {
         let id = self.buffer.device_id().expect("it is device memory");
         Device::from_id(self.buffer.instance(), id)
-    }
-
-    /// Shared access to all of it.
-    #[must_use]
-    pub fn view(&self) -> View<'_, T> {
-        View { part: Part::all(&self.buffer, self.len) }
-    }
-
-    /// Exclusive access to all of it.
-    #[must_use]
-    pub fn view_mut(&mut self) -> ViewMut<'_, T> {
-        ViewMut { part: Part::all(&self.buffer, self.len) }
-    }
-
-    /// Shared access to a part of it. [`BufferError::Range`](super::BufferError::Range) if that does not lie in it.
-    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<View<'_, T>> {
-        self.view().slice(range)
-    }
-
-    /// Exclusive access to a part of it.
-    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<ViewMut<'_, T>> {
-        self.view_mut().into_slice(range)
-    }
-
-    /// The parts before and from `middle`. Streams that use different parts do not wait for each other.
-    pub fn split_at_mut(&mut self, middle: usize) -> Result<(ViewMut<'_, T>, ViewMut<'_, T>)> {
-        self.view_mut().split_at_mut(middle)
     }
 
     /// Its contents, once the work that writes them is done: `stream` waits for that work, and the host for `stream`.
@@ -156,23 +105,4 @@ pub(super) fn byte_count<T: Pod>(len: usize) -> Result<u64> {
     }
 }
 
-impl<T> Sealed for &DeviceVec<T> {}
-impl<T> Sealed for &mut DeviceVec<T> {}
-
-impl<'a, T: Pod> IntoView<'a, T> for &'a DeviceVec<T> {
-    fn into_view(self) -> View<'a, T> {
-        self.view()
-    }
-}
-
-impl<'a, T: Pod> IntoViewMut<'a, T> for &'a mut DeviceVec<T> {
-    fn into_view_mut(self) -> ViewMut<'a, T> {
-        self.view_mut()
-    }
-}
-
-impl<T> fmt::Debug for DeviceVec<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} elements in {:?}", self.len, self.buffer)
-    }
-}
+vector!(DeviceVec);

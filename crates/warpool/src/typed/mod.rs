@@ -58,6 +58,7 @@ mod pinned_vec;
 mod random;
 mod submit;
 mod tracked;
+mod vector;
 mod view;
 
 pub use crate::error::BufferError;

@@ -18,6 +18,7 @@ use bytemuck::Pod;
 use super::buffer::Buffer;
 use super::device_vec::byte_count;
 use super::tracked::Tracked;
+use super::vector::vector;
 use super::view::{IntoView, IntoViewMut, Part, Sealed, View, ViewMut};
 use crate::Result;
 use crate::error::BufferError;
@@ -78,31 +79,6 @@ impl<T: Pod> PinnedVec<T> {
         Ok(Self { buffer, len, elements: PhantomData })
     }
 
-    /// Gives it a name, for errors and for the hazards of the simulated GPU. Its first name stays.
-    #[must_use]
-    pub fn with_label(self, label: &str) -> Self {
-        self.buffer.set_label(label);
-        self
-    }
-
-    /// Its name.
-    #[must_use]
-    pub fn label(&self) -> Option<&str> {
-        self.buffer.label()
-    }
-
-    /// How many elements it has. In contrast to the slice's, always known.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether it has none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// The elements. [`BufferError::InUse`] while a device writes them, [`BufferError::UsedByGraph`] once a captured
     /// graph uses them.
     #[inline]
@@ -142,28 +118,6 @@ impl<T: Pod> PinnedVec<T> {
     pub fn host_mut(&mut self) -> Result<HostMut<'_, T>> {
         self.borrow(true)?;
         Ok(HostMut { vec: self })
-    }
-
-    /// Shared access for work on streams.
-    #[must_use]
-    pub fn view(&self) -> View<'_, T> {
-        View { part: Part::all(&self.buffer, self.len) }
-    }
-
-    /// Exclusive access for work on streams.
-    #[must_use]
-    pub fn view_mut(&mut self) -> ViewMut<'_, T> {
-        ViewMut { part: Part::all(&self.buffer, self.len) }
-    }
-
-    /// A part of it, for work on streams.
-    pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<View<'_, T>> {
-        self.view().slice(range)
-    }
-
-    /// A part of it, for work on streams that writes it.
-    pub fn slice_mut(&mut self, range: impl RangeBounds<usize>) -> Result<ViewMut<'_, T>> {
-        self.view_mut().into_slice(range)
     }
 
     #[inline]
@@ -317,23 +271,4 @@ impl<T: Pod> Drop for HostMut<'_, T> {
     }
 }
 
-impl<T> Sealed for &PinnedVec<T> {}
-impl<T> Sealed for &mut PinnedVec<T> {}
-
-impl<'a, T: Pod> IntoView<'a, T> for &'a PinnedVec<T> {
-    fn into_view(self) -> View<'a, T> {
-        self.view()
-    }
-}
-
-impl<'a, T: Pod> IntoViewMut<'a, T> for &'a mut PinnedVec<T> {
-    fn into_view_mut(self) -> ViewMut<'a, T> {
-        self.view_mut()
-    }
-}
-
-impl<T> fmt::Debug for PinnedVec<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} elements in {:?}", self.len, self.buffer)
-    }
-}
+vector!(PinnedVec);
