@@ -88,7 +88,7 @@ def main() -> int:
         return tokens[0].tolist()
 
     before = generate()
-    # A decoding step as a graph over the same weights. With the backend its own memory carries a tag too.
+    # A decoding step as a graph over the same weights. Its own memory carries a tag too.
     static = torch.zeros(1, 64, dtype=torch.long, device="cuda")
     static[0, :32] = prompt[0]
     stream = torch.cuda.Stream()
@@ -115,6 +115,7 @@ def main() -> int:
     tagged = slept.bytes_device
     graph_bytes = sum(one.bytes for one in warpool.torch.tags() if one.tag == "graphs")
     checks.line("note", "memory of the graph that sleeps", f"{graph_bytes >> 20} MiB")
+    checks.check("the graph's own memory sleeps too", graph_bytes > 0)
     checks.check("the driver has the memory", gained > tagged * 0.98, f"{gained / GIB:.2f} of {tagged / GIB:.2f} GiB")
     checks.check("memory_reserved fell by it", torch.cuda.memory_reserved() == reserved_awake - tagged)
     counted = all(one.asleep and one.bytes_device == 0 for one in warpool.torch.tags())

@@ -191,6 +191,24 @@ fn threads_begin_to_share_a_vector() -> Result<()> {
     gpu.finish()
 }
 
+/// The same, step by step: the other thread waits for the first stream before the work is in it.
+#[test]
+fn work_queued_while_another_thread_begins_to_share_is_waited_for() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let (one, two, three) = (gpu.stream()?, gpu.stream()?, gpu.stream()?);
+    let mut x = DeviceVec::<u32>::zeroed(&gpu.allocator, 1 << 20, &one)?;
+    let mut read_in_one = DeviceVec::<u32>::zeroed(&gpu.allocator, 1 << 20, &one)?;
+    let mut read_in_two = DeviceVec::<u32>::zeroed(&gpu.allocator, 1 << 20, &two)?;
+    one.with_address(&x, |from| {
+        std::thread::scope(|scope| scope.spawn(|| two.copy(&x, &mut read_in_two)).join().expect("no panic"))?;
+        one.with_address_mut(&mut read_in_one, |to| {
+            Ok(gpu.instance.driver().copy(to.into(), from.into(), 4 << 20, one.id())?)
+        })
+    })?;
+    three.fill(&mut x, 1)?;
+    gpu.finish()
+}
+
 /// A fill of elements that no pattern repeats is several driver calls.
 #[test]
 fn work_that_failed_half_way_is_waited_for() -> Result<()> {
