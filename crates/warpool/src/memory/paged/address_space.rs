@@ -31,14 +31,24 @@ impl Location {
         1 << 63 | u64::from(self.heap) << 31 | u64::from(self.range) << 1 | self.kind as u64
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "the fields of `pack`")]
     fn unpack(packed: u64) -> Option<Self> {
+        let (kind, range) = Self::unpack_place(packed);
+        #[expect(clippy::cast_possible_truncation, reason = "a field of `pack`")]
+        let heap = (packed >> 31) as u32;
+        (packed >> 63 == 1).then_some(Self { heap, kind, range })
+    }
+
+    /// Whether it is a location in this heap.
+    #[inline]
+    fn is_in(packed: u64, heap: u32) -> bool {
+        packed >> 31 == 1 << 32 | u64::from(heap)
+    }
+
+    /// Its kind and range.
+    #[inline]
+    fn unpack_place(packed: u64) -> (SegmentKind, u32) {
         let kind = if packed & 1 == 0 { SegmentKind::Small } else { SegmentKind::Large };
-        (packed >> 63 == 1).then_some(Self {
-            heap: (packed >> 31) as u32,
-            kind,
-            range: (packed >> 1 & 0x3FFF_FFFF) as u32,
-        })
+        (kind, (packed >> 1 & 0x3FFF_FFFF) as u32)
     }
 }
 
@@ -47,6 +57,15 @@ struct Arena {
     base: u64,
     /// Packed locations, by stripe.
     stripes: Box<[AtomicU64]>,
+}
+
+impl Arena {
+    /// The stripe that contains an address, if it is in the arena.
+    #[inline]
+    fn stripe(&self, ptr: DevicePtr) -> Option<&AtomicU64> {
+        // An address before the arena is a long way behind it.
+        self.stripes.get((ptr.0.wrapping_sub(self.base) / STRIPE) as usize)
+    }
 }
 
 #[derive(Debug)]
@@ -132,21 +151,22 @@ impl AddressSpace {
         unreachable!("a range is in an arena");
     }
 
-    /// Where an address is, if it is in a range of a heap.
-    #[inline]
-    pub(super) fn locate(&self, ptr: DevicePtr) -> Option<Location> {
-        for arena in &self.arenas {
-            let Some(arena) = arena.get() else { break };
-            if let Some(offset) = ptr.0.checked_sub(arena.base)
-                && let Some(stripe) = arena.stripes.get((offset / STRIPE) as usize)
-            {
-                return Location::unpack(stripe.load(Ordering::Acquire));
-            }
-        }
-        self.locate_in_segments(ptr)
+    /// Where an address is, if it is in a range of that heap, and that is in the first arena: mostly there is one.
+    #[inline(always)]
+    pub(super) fn locate_in(&self, heap: u32, ptr: DevicePtr) -> Option<(SegmentKind, u32)> {
+        let packed = self.arenas[0].get()?.stripe(ptr)?.load(Ordering::Acquire);
+        Location::is_in(packed, heap).then(|| Location::unpack_place(packed))
     }
 
-    #[cold]
+    /// Where an address is, if it is in a range of a heap.
+    pub(super) fn locate(&self, ptr: DevicePtr) -> Option<Location> {
+        let mut arenas = self.arenas.iter().map_while(OnceLock::get);
+        match arenas.find_map(|arena| arena.stripe(ptr)) {
+            Some(stripe) => Location::unpack(stripe.load(Ordering::Acquire)),
+            None => self.locate_in_segments(ptr),
+        }
+    }
+
     fn locate_in_segments(&self, ptr: DevicePtr) -> Option<Location> {
         if self.segments_count.load(Ordering::Acquire) == 0 {
             return None;
@@ -194,6 +214,8 @@ mod tests {
                 for kind in [SegmentKind::Small, SegmentKind::Large] {
                     let location = Location { heap, kind, range };
                     assert_eq!(Location::unpack(location.pack()), Some(location));
+                    assert!(Location::is_in(location.pack(), heap));
+                    assert!(!Location::is_in(location.pack(), heap ^ 1));
                 }
             }
         }

@@ -4,12 +4,11 @@ use std::sync::atomic::Ordering;
 
 use warpool_driver::{DeviceId, DevicePtr, MemoryInfo, StreamId};
 
-use super::address_space::Location;
 use super::device::{BlockRef, PagedDevice};
 use super::fill::{self, FillRequest};
 use super::heap::{self, Freed, Heap};
+use super::last_heap::last_device;
 use super::pending::PendingFrees;
-use super::spin_lock::SpinLock;
 use super::{PagedAllocator, inactive, reclaim, segments, shortage, snapshot};
 use crate::memory::report::{EntryDetails, StackIds, now_us};
 use crate::memory::stream_fence;
@@ -33,46 +32,42 @@ enum Outcome {
 impl PagedDevice {
     /// Frees a block that only its own stream used, in the heap that the thread used last. `false` if it has to be
     /// looked at more closely, or is not of this device.
-    #[inline]
+    #[inline(always)]
     fn free_plain(&self, ptr: DevicePtr) -> bool {
-        let Some(at) = self.space.locate(ptr) else { return false };
-        let Some(cell) = self.last_heap(at.heap) else { return false };
-        if self.instance().is_inherited() {
-            return false;
-        }
         if !self.is_unobserved() {
-            return self.free_recorded(ptr, at, cell);
+            return self.free_recorded(ptr);
         }
-        cell.lock().free_plain(at.kind, at.range, ptr.0)
+        let Some((cell, kind, range)) = self.last_heap_at(ptr) else { return false };
+        cell.lock().free_plain(kind, range, ptr.0).is_some()
     }
 
     /// The same while a history is recorded, if its entries say no more than what happened and when.
     #[inline(never)]
-    fn free_recorded(&self, ptr: DevicePtr, at: Location, cell: &SpinLock<Heap>) -> bool {
+    fn free_recorded(&self, ptr: DevicePtr) -> bool {
         if !self.only_records() {
             return false;
         }
+        let Some((cell, kind, range)) = self.last_heap_at(ptr) else { return false };
         let time_us = now_us(self.driver());
         let mut heap = cell.lock();
-        let Some(block) = heap.allocated_at(at.kind, at.range, ptr.0) else { return false };
-        let requested = heap.block(block).requested();
-        let freed = heap.free_plain_block(block);
-        if freed {
-            self.record_plain(&[Action::FreeRequested, Action::FreeCompleted], ptr.0, requested, &heap, time_us);
-        }
-        freed
+        let Some(requested) = heap.free_plain(kind, range, ptr.0) else { return false };
+        self.record_plain_free(ptr.0, requested, &heap, time_us);
+        true
     }
 
-    /// Allocates from a heap, if it has a free block that fits, while a history is recorded whose entries say no more
-    /// than what happened and when.
+    /// Allocates from the heap that the thread used last while a history is recorded, if its entries say no more than
+    /// what happened and when.
     #[inline(never)]
     fn allocate_recorded(&self, request: &Request) -> Option<Allocation> {
-        let (number, cell) = self.last_heap_of(request.stream).filter(|_| self.only_records())?;
+        if !self.only_records() {
+            return None;
+        }
+        let (number, cell) = self.heap_of_plain(request)?;
         let time_us = now_us(self.driver());
         let mut heap = cell.lock();
         let block = heap.allocate(request.bytes)?;
         let allocation = heap.allocation(block, self.id, BlockRef { heap: number, block }.pack());
-        self.record_plain(&[Action::Alloc], allocation.ptr.0, request.bytes, &heap, time_us);
+        self.record_plain_allocation(allocation.ptr.0, request.bytes, &heap, time_us);
         Some(allocation)
     }
 
@@ -380,7 +375,8 @@ impl PagedDevice {
         self.is_unobserved()
             && self.last_heap(at.heap).is_some_and(|cell| {
                 let mut heap = cell.lock();
-                heap.allocated(at.block, allocation.ptr, allocation.generation) && heap.free_plain_block(at.block)
+                heap.allocated(at.block, allocation.ptr, allocation.generation)
+                    && heap.free_plain_block(at.block).is_some()
             })
     }
 
@@ -448,19 +444,12 @@ impl PagedAllocator {
     #[inline]
     #[must_use]
     pub fn allocate_cached(&self, request: &Request) -> Option<Allocation> {
-        let &Request { device, stream, bytes: requested, pool } = request;
+        let &Request { device, stream, bytes: requested, .. } = request;
         let paged_device = self.devices.get(device.0 as usize)?;
-        let is_plain = pool.is_none()
-            && (1..SizeRules::REQUEST_TOO_LARGE).contains(&requested)
-            && paged_device.is_undisturbed()
-            && !self.instance().is_inherited();
-        if !is_plain {
-            return None;
-        }
         if !paged_device.is_unobserved() {
             return paged_device.allocate_recorded(request);
         }
-        let (number, cell) = paged_device.last_heap_of(stream)?;
+        let (number, cell) = paged_device.heap_of_plain(request)?;
         let mut heap = cell.lock();
         let id = heap.allocate(requested)?;
         let block = heap.block(id);
@@ -540,6 +529,18 @@ impl PagedAllocator {
         Ok(allocation)
     }
 
+    /// Frees a block of any kind, first looked for on that device.
+    #[inline(never)]
+    fn free_on_checked(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
+        if ptr.is_null() || self.instance().is_inherited() {
+            return Ok(());
+        }
+        match self.device(device)?.free_at(ptr) {
+            Outcome::Unknown => self.free_checked(ptr),
+            outcome => result_of(&outcome, ptr),
+        }
+    }
+
     /// Frees a block of any kind.
     #[inline(never)]
     fn free_checked(&self, ptr: DevicePtr) -> Result<()> {
@@ -575,21 +576,13 @@ impl DeviceAllocator for PagedAllocator {
 
     #[inline]
     fn free_raw(&self, ptr: DevicePtr) -> Result<()> {
-        if self.devices.iter().any(|device| device.free_plain(ptr)) { Ok(()) } else { self.free_checked(ptr) }
+        let device = self.devices.get(last_device());
+        if device.is_some_and(|device| device.free_plain(ptr)) { Ok(()) } else { self.free_checked(ptr) }
     }
 
     #[inline]
     fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
-        if self.free_cached(device, ptr) {
-            return Ok(());
-        }
-        if ptr.is_null() || self.instance().is_inherited() {
-            return Ok(());
-        }
-        match self.device(device)?.free_at(ptr) {
-            Outcome::Unknown => self.free_checked(ptr),
-            outcome => result_of(&outcome, ptr),
-        }
+        if self.free_cached(device, ptr) { Ok(()) } else { self.free_on_checked(device, ptr) }
     }
 
     fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {

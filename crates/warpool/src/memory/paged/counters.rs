@@ -16,7 +16,7 @@ const ACTIVE: usize = 2;
 const ACTIVE_BYTES: usize = 3;
 const REQUESTED: usize = 4;
 
-type Tally = [u64; 5];
+pub(super) type Tally = [u64; 5];
 
 /// Which sum of increases a metric has.
 const ADDED: [usize; 5] = [0, 1, 0, 1, 2];
@@ -28,27 +28,45 @@ fn sum([small, large]: &[Tally; 2]) -> Tally {
 /// The statistics of one heap.
 #[derive(Debug, Default)]
 pub(super) struct HeapCounters {
-    /// Small, large.
-    current: [Tally; 2],
+    /// Small, large: allocated blocks, their bytes, and the requested bytes of active ones.
+    allocated: [[u64; 3]; 2],
+    /// Small, large: pending frees, and their bytes. Active is what is allocated or pending.
+    pending: [[u64; 2]; 2],
     /// Highest values since it was last collected: small, large, both.
     highest: [Tally; 3],
     /// Sums of all increases. Nothing is allocated without being active, so both have the same.
     added: [[u64; 3]; 2],
     /// The current values when it was last collected.
     collected: [Tally; 2],
+    /// So many blocks, and so many bytes, can be allocated at least before a value is a new highest one: small, large,
+    /// both. Set anew when one is used up.
+    room: [[u64; 2]; 3],
 }
 
 impl HeapCounters {
+    /// Counts an allocation. If it returns `true`, a value may be a new highest one: then
+    /// [`raise_highest`](Self::raise_highest) is to be called, once all frees are counted. Before, it does not matter
+    /// if some are not: without them no value is lower than it should be.
     #[inline]
-    pub(super) fn allocated(&mut self, kind: SegmentKind, bytes: u64, requested: u64) {
-        let increase = [1, bytes, 1, bytes, requested];
-        let (this, other) = (kind as usize, 1 - kind as usize);
+    #[must_use]
+    pub(super) fn allocated(&mut self, kind: SegmentKind, bytes: u64, requested: u64) -> bool {
         self.allocated_again(kind, bytes, requested);
-        for (metric, by) in increase.into_iter().enumerate() {
-            let current = self.current[this][metric] + by;
-            self.current[this][metric] = current;
-            raise(&mut self.highest[this][metric], current);
-            raise(&mut self.highest[2][metric], current + self.current[other][metric]);
+        let this = &mut self.allocated[kind as usize];
+        *this = [this[0] + 1, this[1] + bytes, this[2] + requested];
+        use_room(&mut self.room[kind as usize], bytes) | use_room(&mut self.room[2], bytes)
+    }
+
+    /// Notes the values that are new highest ones.
+    pub(super) fn raise_highest(&mut self) {
+        let [small, large] = self.currents();
+        for (kind, current) in [small, large, sum(&[small, large])].into_iter().enumerate() {
+            let left: Tally = std::array::from_fn(|metric| {
+                raise(&mut self.highest[kind][metric], current[metric]);
+                self.highest[kind][metric] - current[metric]
+            });
+            // No allocation has fewer bytes than were requested.
+            let bytes = left[BYTES].min(left[ACTIVE_BYTES]).min(left[REQUESTED]);
+            self.room[kind] = [left[COUNT].min(left[ACTIVE]), bytes];
         }
     }
 
@@ -61,33 +79,56 @@ impl HeapCounters {
         added[2] += requested;
     }
 
-    #[inline]
+    /// A block is no longer allocated, but still active.
     pub(super) fn freed(&mut self, kind: SegmentKind, bytes: u64) {
-        let current = &mut self.current[kind as usize];
-        current[COUNT] -= 1;
-        current[BYTES] -= bytes;
+        let (allocated, pending) = (&mut self.allocated[kind as usize], &mut self.pending[kind as usize]);
+        allocated[0] -= 1;
+        allocated[1] -= bytes;
+        pending[0] += 1;
+        pending[1] += bytes;
     }
 
-    #[inline]
+    /// It is not active any more.
     pub(super) fn reclaimed(&mut self, kind: SegmentKind, bytes: u64, requested: u64) {
-        let current = &mut self.current[kind as usize];
-        current[ACTIVE] -= 1;
-        current[ACTIVE_BYTES] -= bytes;
-        current[REQUESTED] -= requested;
+        let pending = &mut self.pending[kind as usize];
+        pending[0] -= 1;
+        pending[1] -= bytes;
+        self.allocated[kind as usize][2] -= requested;
+    }
+
+    /// Both at once.
+    #[inline]
+    pub(super) fn freed_and_reclaimed(&mut self, kind: SegmentKind, bytes: u64, requested: u64) {
+        let allocated = &mut self.allocated[kind as usize];
+        *allocated = [allocated[0] - 1, allocated[1] - bytes, allocated[2] - requested];
     }
 
     /// Blocks, bytes and requested bytes that are allocated; those that are active.
-    pub(super) fn current(&self, kind: SegmentKind) -> [u64; 5] {
-        self.current[kind as usize]
+    pub(super) fn current(&self, kind: SegmentKind) -> Tally {
+        let ([count, bytes, requested], [pending, pending_bytes]) =
+            (self.allocated[kind as usize], self.pending[kind as usize]);
+        [count, bytes, count + pending, bytes + pending_bytes, requested]
+    }
+
+    fn currents(&self) -> [Tally; 2] {
+        [SegmentKind::Small, SegmentKind::Large].map(|kind| self.current(kind))
     }
 
     /// Bytes of allocated blocks and pending frees.
     pub(super) fn active_bytes(&self) -> u64 {
-        sum(&self.current)[ACTIVE_BYTES]
+        sum(&self.currents())[ACTIVE_BYTES]
     }
 }
 
+/// Whether there was not enough for a block of that size.
 #[inline]
+fn use_room(room: &mut [u64; 2], bytes: u64) -> bool {
+    let (count, without_count) = room[0].overflowing_sub(1);
+    let (bytes, without_bytes) = room[1].overflowing_sub(bytes);
+    *room = [count, bytes];
+    without_count | without_bytes
+}
+
 fn raise(highest: &mut u64, value: u64) {
     if value > *highest {
         *highest = value;
@@ -112,19 +153,20 @@ impl Totals {
         let others: [Tally; 2] = std::array::from_fn(|kind| {
             std::array::from_fn(|metric| self.current[kind][metric] - heap.collected[kind][metric])
         });
-        let of_all = sum(&others);
+        let (of_all, current) = (sum(&others), heap.currents());
         for (kind, others) in others.iter().enumerate() {
             for (metric, &others) in others.iter().enumerate() {
                 raise(&mut self.peak[kind][metric], others + heap.highest[kind][metric]);
-                self.current[kind][metric] = others + heap.current[kind][metric];
+                self.current[kind][metric] = others + current[kind][metric];
             }
         }
         for (metric, &others) in of_all.iter().enumerate() {
             raise(&mut self.peak[2][metric], others + heap.highest[2][metric]);
         }
-        heap.collected = heap.current;
-        let [small, large] = heap.current;
-        heap.highest = [small, large, sum(&heap.current)];
+        heap.collected = current;
+        let [small, large] = current;
+        heap.highest = [small, large, sum(&current)];
+        heap.room = Default::default();
     }
 
     /// Bytes of allocated blocks: the highest sum so far.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use rustc_hash::FxHashMap;
-use warpool_driver::{DeviceId, Driver, ShareKind, StreamId};
+use warpool_driver::{DeviceId, DevicePtr, Driver, ShareKind, StreamId};
 
 use super::address_space::AddressSpace;
 use super::counters::{Added, Totals};
@@ -26,7 +26,8 @@ use crate::memory::report::{EntryDetails, HistoryFlags, HistoryRecorder};
 use crate::memory::scopes::Scopes;
 use crate::memory::stream_fence::StreamFences;
 use crate::memory::{
-    Action, HistoryOptions, MemPoolId, Observers, SegmentKind, Settings, StackLevel, StatByKind, Stats,
+    Action, HistoryOptions, MemPoolId, Observers, Request, SegmentKind, Settings, SizeRules, StackLevel, StatByKind,
+    Stats,
 };
 use crate::unwind::drop_user_value;
 use crate::{Device, Error, Instance, Result, lock};
@@ -116,7 +117,7 @@ impl PagedDevice {
             bytes_total: properties.bytes_total,
             rdma: properties.rdma,
             share: properties.share_posix_fd.then_some(ShareKind::PosixFd),
-            key: DeviceKey::new(),
+            key: DeviceKey::new(device.id()),
             heaps: Heaps::new(),
             by_key: RwLock::default(),
             space: AddressSpace::new(properties.bytes_total),
@@ -299,10 +300,23 @@ impl PagedDevice {
         self.key.last_numbered(&self.heaps, number)
     }
 
-    /// The default pool's heap of a stream, if it is the one that the thread used last.
+    /// The heap of a request, if that is all it needs: it is for the default pool, nothing else is to be looked after,
+    /// and the thread used that heap last.
     #[inline]
-    pub(super) fn last_heap_of(&self, stream: StreamId) -> Option<(u32, &SpinLock<Heap>)> {
-        self.key.last_of(&self.heaps, stream, MemPoolId::DEFAULT)
+    pub(super) fn heap_of_plain(&self, request: &Request) -> Option<(u32, &SpinLock<Heap>)> {
+        let is_plain = request.pool.is_none()
+            && (1..SizeRules::REQUEST_TOO_LARGE).contains(&request.bytes)
+            && self.is_undisturbed()
+            && !self.instance().is_inherited();
+        if is_plain { self.key.last_of(&self.heaps, request.stream, MemPoolId::DEFAULT) } else { None }
+    }
+
+    /// The heap of an address, if the thread used that last, and where in it the address is.
+    #[inline(always)]
+    pub(super) fn last_heap_at(&self, ptr: DevicePtr) -> Option<(&SpinLock<Heap>, SegmentKind, u32)> {
+        let (number, cell) = self.key.last(&self.heaps)?;
+        let (kind, range) = self.space.locate_in(number, ptr)?;
+        (!self.instance().is_inherited()).then_some((cell, kind, range))
     }
 
     /// Notes that the thread goes on with this heap, and collects the statistics of the one before.
@@ -433,6 +447,8 @@ impl PagedDevice {
         !self.shared.tracks_suballocations && self.history_flags.is_plain(&self.shared.observers)
     }
 
+    /// Whether a request for a stream is one for its default pool's heap: no scope, no capture, and no pending free
+    /// that could be completed first.
     #[inline]
     pub(super) fn is_undisturbed(&self) -> bool {
         !self.has_pending() && !self.has_captures() && !self.scopes.is_any_open()
@@ -483,20 +499,21 @@ impl PagedDevice {
     #[inline]
     pub(super) fn record_free(&self, addr: u64, bytes: u64, heap: &Heap, details: &EntryDetails) {
         if !details.is_off() {
-            let mut recorder = self.history.lock();
-            for action in [Action::FreeRequested, Action::FreeCompleted] {
-                recorder.record(action, addr, bytes, heap.stream_raw, heap.pool, details);
-            }
+            self.history.lock().record_free(addr, bytes, heap.stream_raw, heap.pool, details);
         }
     }
 
-    /// Writes entries of [`only_records`](Self::only_records).
+    /// Writes the entry of an allocation while the device [only records](Self::only_records) it.
     #[inline]
-    pub(super) fn record_plain(&self, actions: &[Action], addr: u64, bytes: u64, heap: &Heap, time_us: i64) {
+    pub(super) fn record_plain_allocation(&self, addr: u64, bytes: u64, heap: &Heap, time_us: i64) {
         let mut recorder = self.history.lock();
-        for &action in actions {
-            recorder.history.write_plain(action, addr, bytes, heap.stream_raw, heap.pool, time_us);
-        }
+        recorder.history.write_plain(Action::Alloc, addr, bytes, heap.stream_raw, heap.pool, time_us);
+    }
+
+    /// The same of a free that is completed at once.
+    #[inline]
+    pub(super) fn record_plain_free(&self, addr: u64, bytes: u64, heap: &Heap, time_us: i64) {
+        self.history.lock().history.write_plain_free(addr, bytes, heap.stream_raw, heap.pool, time_us);
     }
 
     /// Writes an entry, if entries are recorded.

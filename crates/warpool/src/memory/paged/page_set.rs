@@ -18,7 +18,7 @@ impl PageSet {
     pub(super) fn insert(&mut self, page: PageId) {
         let (word, bit) = place(page);
         if word >= self.words.len() {
-            self.words.resize(word + 1, 0);
+            self.words.resize((word + 1).next_power_of_two(), 0);
         }
         self.words[word] |= bit;
     }

@@ -17,7 +17,8 @@ use super::sync::{AtomicBool, Ordering, spin_loop, yield_now};
 /// A value under a spin lock. Not poisoned by panics: every holder changes the value in one step that cannot panic, or
 /// leaves it valid at each point where it can.
 #[derive(Debug, Default)]
-#[repr(align(64))]
+// Processors fetch two lines at once: nothing of another lock is in either.
+#[repr(align(128))]
 pub(in crate::memory) struct SpinLock<T> {
     held: AtomicBool,
     value: UnsafeCell<T>,

@@ -4,7 +4,7 @@
 //! In some of the addresses pages may be mapped that were taken from there. A page that is free elsewhere is taken
 //! back; a mapping of one that is in use is undone, if the stream has passed.
 
-use super::heap::FreeRun;
+use super::heap::{FreeRun, FreeRuns, Hole};
 use super::pages::{Mapping, PageId, PageTable, PassedTakes, SlotState};
 
 /// Free addresses that are to be filled with pages.
@@ -36,26 +36,27 @@ struct Cost {
 /// may be taken from where it belongs.
 pub(super) fn choose(
     table: &PageTable,
-    runs: &[FreeRun],
+    runs: &FreeRuns,
     bytes: u64,
     grid: u64,
     takeable: impl Fn(PageId) -> bool,
 ) -> Option<Window> {
     let mut best: Option<((u32, u32, u64), Window)> = None;
-    let mut by_least: Vec<(u32, &FreeRun)> = runs.iter().map(|run| (least_pages(run, bytes, table), run)).collect();
+    let with_least = |run| (least_pages(run, runs.holes_of(run), bytes, table), run);
+    let mut by_least: Vec<(u32, &FreeRun)> = runs.iter().map(with_least).collect();
     // The best one is then found early, and the runs that cannot be better are not looked at.
-    by_least.sort_by_key(|&(least, run)| (least, run.start));
+    by_least.sort_unstable_by_key(|&(least, run)| (least, run.start));
     let mut sums = Sums::default();
     for (least, run) in by_least {
         if best.is_some_and(|(best, _)| (least, 0, run.start) > best) {
             continue;
         }
-        let costs = Costs::new(table, run, bytes, grid, &takeable, &mut sums);
+        let costs = Costs::new(table, run, runs.holes_of(run), (bytes, grid), &takeable, &mut sums);
         costs.candidates(|addr| {
-            let Some(cost) = costs.of(addr) else { return };
+            let Some((cost, window)) = costs.of(addr) else { return };
             let key = (cost.pages, cost.maps, addr);
             if best.is_none_or(|(other, _)| key < other) {
-                best = Some((key, costs.window(addr)));
+                best = Some((key, window));
             }
         });
     }
@@ -63,18 +64,20 @@ pub(super) fn choose(
 }
 
 /// No window of the run needs fewer pages: as many slots as it has outside of its holes have one.
-fn least_pages(run: &FreeRun, bytes: u64, table: &PageTable) -> u32 {
-    let holes: u64 = run.holes.iter().map(|hole| hole.end - hole.start).sum();
+fn least_pages(run: &FreeRun, holes: &[Hole], bytes: u64, table: &PageTable) -> u32 {
+    let without: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
     // A block before, between and behind the holes has parts of two slots beside whole ones.
-    let own = (run.end - run.start - holes) / table.slot_bytes + 2 * (run.holes.len() as u64 + 1);
+    let own = (run.end - run.start - without) / table.slot_bytes + 2 * (holes.len() as u64 + 1);
     u32::try_from((bytes / table.slot_bytes).saturating_sub(own)).unwrap_or(u32::MAX)
 }
 
-/// Costs by slot, kept from one run to the next for their memory.
+/// Costs by slot, kept from one run to the next for their memory. Only slots in holes cost something.
 #[derive(Default)]
 struct Sums {
-    /// Of all slots before each.
+    /// Of all slots in holes before each; at last of all.
     before: Vec<Cost>,
+    /// How many slots in holes there are before each hole.
+    slots_before: Vec<u32>,
     /// Slots that cost something else than the one before.
     edges: Vec<u32>,
 }
@@ -86,12 +89,13 @@ struct Costs<'a> {
     table: &'a PageTable,
     passed: PassedTakes,
     run: &'a FreeRun,
+    /// Its holes, as far as it is looked at.
+    holes: &'a [Hole],
     bytes: u64,
     slot: u64,
     grid: u64,
     base: u64,
-    /// The first slot, and where the run ends as far as it is looked at.
-    first: u32,
+    /// Where the run ends, as far as it is looked at.
     end: u64,
     sums: &'a mut Sums,
 }
@@ -100,8 +104,8 @@ impl<'a> Costs<'a> {
     fn new(
         table: &'a PageTable,
         run: &'a FreeRun,
-        bytes: u64,
-        grid: u64,
+        holes: &'a [Hole],
+        (bytes, grid): (u64, u64),
         takeable: &impl Fn(PageId) -> bool,
         sums: &'a mut Sums,
     ) -> Self {
@@ -109,31 +113,51 @@ impl<'a> Costs<'a> {
         // Behind the last slot that was ever used, all windows cost the same.
         let used = base + u64::from(table.slots_used(run.range)) * slot;
         let end = run.end.min((used.max(run.start) + bytes + slot - base).next_multiple_of(grid) + base);
-        let index = |addr: u64| u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots");
-        let (first, last) = (index(run.start), index(end - 1));
+        let holes = &holes[..holes.partition_point(|hole| hole.start < end)];
         let (slots, passed) = (table.slots(run.range), table.passed_takes(run.range));
-        let (mut sum, mut before) = (Cost::default(), None);
-        sums.before.clear();
-        sums.edges.clear();
-        sums.before.push(sum);
-        for index in first..=last {
-            let state = slots.get(index as usize).copied().unwrap_or_default();
-            let cost = match state.mapping {
-                Mapping::Nothing => Cost { pages: 1, maps: 1, blocked: 0 },
-                _ if state.is_home => Cost::default(),
-                Mapping::Page { page, .. } if takeable(page) => Cost { pages: 1, maps: 0, blocked: 0 },
-                Mapping::Page { .. } if passed.has_passed(&state) => Cost { pages: 1, maps: 1, blocked: 0 },
-                Mapping::Page { .. } | Mapping::Broken => Cost { pages: 1, maps: 0, blocked: 1 },
-            };
-            if before.replace(cost) != Some(cost) {
-                sums.edges.push(index);
-            }
-            sum =
-                Cost { pages: sum.pages + cost.pages, maps: sum.maps + cost.maps, blocked: sum.blocked + cost.blocked };
-            sums.before.push(sum);
+        let costs = Self { slots, table, passed, run, holes, bytes, slot, grid, base, end, sums };
+        costs.sum(takeable)
+    }
+
+    /// Sums up the costs.
+    fn sum(self, takeable: &impl Fn(PageId) -> bool) -> Self {
+        let Sums { before, slots_before, edges } = &mut *self.sums;
+        before.clear();
+        slots_before.clear();
+        edges.clear();
+        let (base, slot, end) = (self.base, self.slot, self.end);
+        let index = |addr: u64| u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots");
+        let mut sum = Cost::default();
+        before.push(sum);
+        if self.holes.first().is_none_or(|hole| self.run.start < hole.start) {
+            edges.push(index(self.run.start));
         }
-        sums.edges.push(last + 1);
-        Self { slots, table, passed, run, bytes, slot, grid, base, first, end, sums }
+        for hole in self.holes {
+            let mut previous = (self.run.start < hole.start).then(Cost::default);
+            slots_before.push(u32::try_from(before.len() - 1).expect("fewer than 2^32 slots"));
+            let behind = index(hole.end.min(end) - 1) + 1;
+            for index in index(hole.start)..behind {
+                let state = self.slots.get(index as usize).copied().unwrap_or_default();
+                let cost = match state.mapping {
+                    Mapping::Nothing => Cost { pages: 1, maps: 1, blocked: 0 },
+                    Mapping::Page { page, .. } if takeable(page) => Cost { pages: 1, maps: 0, blocked: 0 },
+                    Mapping::Page { .. } if self.passed.has_passed(&state) => Cost { pages: 1, maps: 1, blocked: 0 },
+                    Mapping::Page { .. } | Mapping::Broken => Cost { pages: 1, maps: 0, blocked: 1 },
+                };
+                if previous.replace(cost) != Some(cost) {
+                    edges.push(index);
+                }
+                sum.pages += cost.pages;
+                sum.maps += cost.maps;
+                sum.blocked += cost.blocked;
+                before.push(sum);
+            }
+            if hole.end < end {
+                edges.push(behind);
+            }
+        }
+        edges.push(index(end - 1) + 1);
+        self
     }
 
     fn index(&self, addr: u64) -> u32 {
@@ -153,7 +177,9 @@ impl<'a> Costs<'a> {
         }
         for &edge in &self.sums.edges {
             let offset = u64::from(edge) * self.slot;
-            for boundary in [offset / self.grid * self.grid, offset.next_multiple_of(self.grid)] {
+            let below = offset / self.grid * self.grid;
+            let above = (below < offset).then_some(below + self.grid);
+            for boundary in std::iter::once(below).chain(above) {
                 let at = self.base + boundary;
                 if (start..=end - bytes).contains(&at) {
                     consider(at);
@@ -165,17 +191,35 @@ impl<'a> Costs<'a> {
         }
     }
 
-    /// The cost of a window; `None` if it cannot be used.
-    fn of(&self, addr: u64) -> Option<Cost> {
-        let window = self.window(addr);
-        if window.end > self.end {
-            return None;
+    /// The window of a block at `addr`, and its cost; `None` if it cannot be used.
+    fn of(&self, addr: u64) -> Option<(Cost, Window)> {
+        let down = |at: u64| self.base + (at - self.base) / self.grid * self.grid;
+        // The first hole that ends behind an address, if that is in it, and how many slots in holes are before it.
+        let hole_at = |at: u64| {
+            let behind = self.holes.partition_point(|hole| hole.end <= at);
+            let before = self.sums.slots_before.get(behind).copied();
+            let before = before.unwrap_or_else(|| (self.sums.before.len() - 1) as u32);
+            (self.holes.get(behind).filter(|hole| hole.start <= at), before)
+        };
+        let slots_in = |hole: &Hole, end: u64| ((end - hole.start) / self.slot) as u32;
+        let (mut start, mut end) = (addr, addr + self.bytes);
+        let (hole, mut from) = hole_at(start);
+        if let Some(hole) = hole {
+            start = down(start).max(hole.start);
+            from += slots_in(hole, start);
         }
-        let (first, last) = (self.index(window.start), self.index(window.end - 1));
-        let sums = &self.sums.before;
-        let (from, to) = (sums[(first - self.first) as usize], sums[(last - self.first) as usize + 1]);
+        let (hole, mut to) = hole_at(end - 1);
+        if let Some(hole) = hole {
+            end = (down(end - 1) + self.grid).min(hole.end);
+            if end > self.end {
+                return None;
+            }
+            to += slots_in(hole, end);
+        }
+        let (from, to) = (self.sums.before[from as usize], self.sums.before[to as usize]);
         let cost = Cost { pages: to.pages - from.pages, maps: to.maps - from.maps, blocked: to.blocked - from.blocked };
-        (cost.blocked == 0 && !self.cuts_page(first, last)).then_some(cost)
+        let can_be_used = cost.blocked == 0 && !self.cuts_page(self.index(start), self.index(end - 1));
+        can_be_used.then_some((cost, Window { addr, start, end, range: self.run.range, anchor: self.run.first }))
     }
 
     /// Whether a page that would have to be taken back is only partly in the window, and its mapping cannot be undone.
@@ -187,21 +231,5 @@ impl<'a> Costs<'a> {
             stays.then(|| (part, self.table.page(page).slots))
         };
         part_of(first).is_some_and(|(part, _)| part > 0) || part_of(last).is_some_and(|(part, slots)| part + 1 < slots)
-    }
-
-    fn window(&self, addr: u64) -> Window {
-        let in_hole = |at: u64| {
-            let behind = self.run.holes.partition_point(|hole| hole.end <= at);
-            self.run.holes.get(behind).filter(|hole| hole.start <= at)
-        };
-        let down = |at: u64| self.base + (at - self.base) / self.grid * self.grid;
-        let end = addr + self.bytes;
-        Window {
-            addr,
-            start: in_hole(addr).map_or(addr, |hole| down(addr).max(hole.start)),
-            end: in_hole(end - 1).map_or(end, |hole| (down(end - 1) + self.grid).min(hole.end)),
-            range: self.run.range,
-            anchor: self.run.first,
-        }
     }
 }

@@ -121,7 +121,23 @@ impl History {
             && !options.skip.has(action)
         {
             let time_us = time_us.saturating_add(options.epoch_us);
-            self.ring.push(StoredEntry { addr, size, stream, time_us, pool, extras: None, action });
+            self.ring.push(StoredEntry { addr, size, stream, time_us, pool, extras: None, action, completes: false });
+        }
+    }
+
+    /// The same of a free that is completed at once: both entries.
+    #[inline]
+    pub(crate) fn write_plain_free(&mut self, addr: u64, size: u64, stream: u64, pool: MemPoolId, time_us: i64) {
+        let action = Action::FreeRequested;
+        if let Some(options) = &self.options
+            && !options.skip.has(action)
+            && !options.skip.has(Action::FreeCompleted)
+        {
+            let time_us = time_us.saturating_add(options.epoch_us);
+            self.ring.push(StoredEntry { addr, size, stream, time_us, pool, extras: None, action, completes: true });
+        } else {
+            self.write_plain(action, addr, size, stream, pool, time_us);
+            self.write_plain(Action::FreeCompleted, addr, size, stream, pool, time_us);
         }
     }
 
@@ -134,7 +150,6 @@ impl History {
     pub(crate) fn copy_to(&self, snapshot: &mut Snapshot, stacks: &mut StackIds) -> Vec<TraceEntry> {
         let mut copied = Vec::new();
         for entry in self.ring.iter() {
-            let entry = entry.to_entry();
             copied.push(TraceEntry {
                 action: entry.action,
                 addr: entry.addr,

@@ -177,7 +177,20 @@ impl HistoryRecorder {
         }
     }
 
+    /// Writes the entries of a free that is completed at once.
+    #[inline]
+    pub(crate) fn record_free(&mut self, addr: u64, size: u64, stream: u64, pool: MemPoolId, details: &EntryDetails) {
+        if details.is_plain() {
+            self.history.write_plain_free(addr, size, stream, pool, details.time_us.unwrap_or(0));
+        } else {
+            for action in [Action::FreeRequested, Action::FreeCompleted] {
+                self.record_all(action, addr, size, stream, pool, details);
+            }
+        }
+    }
+
     /// With stack and texts, and for trackers.
+    #[inline(never)]
     fn record_all(
         &mut self,
         action: Action,
@@ -193,7 +206,7 @@ impl HistoryRecorder {
         }
         let time_us = details.time_us.unwrap_or(0).saturating_add(self.history.epoch_us());
         let extras = self.extras(action, details);
-        let entry = StoredEntry { addr, size, stream, time_us, pool, extras, action };
+        let entry = StoredEntry { addr, size, stream, time_us, pool, extras, action, completes: false };
         if tracked {
             self.unreported.push(entry.to_entry());
         }

@@ -1,5 +1,6 @@
 //! The newest entries of a history, in a ring of fixed size. Most entries have no call stack and no text, so these are
-//! behind a pointer: an entry is less than a cache line, and recording it writes nothing else.
+//! behind a pointer: an entry is less than a cache line, and recording it writes nothing else. Most frees are completed
+//! at once: their two entries are stored as one.
 
 use super::Action;
 use super::entry::{HistoryEntry, Stack};
@@ -16,6 +17,8 @@ pub(super) struct StoredEntry {
     pub(super) pool: MemPoolId,
     pub(super) extras: Option<Box<Extras>>,
     pub(super) action: Action,
+    /// Whether it is a free that was completed at once: it stands for that entry too, which says the same.
+    pub(super) completes: bool,
 }
 
 /// What few entries have.
@@ -26,6 +29,12 @@ pub(super) struct Extras {
 }
 
 impl StoredEntry {
+    /// The entries that it stands for, oldest first.
+    fn to_entries(&self) -> impl Iterator<Item = HistoryEntry> {
+        let completed = || HistoryEntry { action: Action::FreeCompleted, ..self.to_entry() };
+        std::iter::once(self.to_entry()).chain(self.completes.then(completed))
+    }
+
     /// As trackers see it.
     pub(super) fn to_entry(&self) -> HistoryEntry {
         let extras = self.extras.as_deref();
@@ -76,9 +85,11 @@ impl Ring {
     }
 
     /// Oldest first.
-    pub(super) fn iter(&self) -> impl Iterator<Item = &StoredEntry> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = HistoryEntry> {
         let (newest, oldest) = self.entries.split_at(self.next.min(self.entries.len()));
-        oldest.iter().chain(newest)
+        let count = self.entries.len() + self.entries.iter().filter(|entry| entry.completes).count();
+        let excess = count.saturating_sub(self.entries_max);
+        oldest.iter().chain(newest).flat_map(StoredEntry::to_entries).skip(excess)
     }
 }
 
@@ -89,7 +100,20 @@ mod tests {
     fn entry(addr: u64) -> StoredEntry {
         let (stream, time_us) = (0, 0);
         let action = Action::Alloc;
-        StoredEntry { addr, size: 1, stream, time_us, pool: MemPoolId::DEFAULT, extras: None, action }
+        let pool = MemPoolId::DEFAULT;
+        StoredEntry { addr, size: 1, stream, time_us, pool, extras: None, action, completes: false }
+    }
+
+    #[test]
+    fn a_free_that_was_completed_at_once_is_two_entries() {
+        let mut ring = Ring::default();
+        ring.resize(3);
+        let free = |addr| StoredEntry { action: Action::FreeRequested, completes: true, ..entry(addr) };
+        ring.push(entry(1));
+        ring.push(free(1));
+        ring.push(free(2));
+        let found: Vec<_> = ring.iter().map(|entry| (entry.addr, entry.action)).collect();
+        assert_eq!(found, [(1, Action::FreeCompleted), (2, Action::FreeRequested), (2, Action::FreeCompleted)]);
     }
 
     fn addrs(ring: &Ring) -> Vec<u64> {

@@ -52,7 +52,7 @@ pub(crate) fn has_entry_texts() -> bool {
 /// The texts of entries that the calling thread causes.
 #[inline]
 pub(crate) fn entry_texts() -> EntryTexts {
-    if HAS_ANY.get() { collect() } else { EntryTexts::NONE }
+    if has_entry_texts() { collect() } else { EntryTexts::NONE }
 }
 
 #[cold]

@@ -97,8 +97,11 @@ impl Fill<'_> {
         }
         let mut heap = self.device.heaps.get(number).lock();
         heap.merge_recent();
+        let (mut pages, mut taken) = (Vec::new(), Vec::new());
         for block in heap.blocks_with_pages(self.table.slot_bytes) {
-            let (pages, mut taken): (Vec<_>, _) = (self.table.pages_in(&heap, block).collect(), Vec::new());
+            pages.clear();
+            taken.clear();
+            pages.extend(self.table.pages_in(&heap, block));
             // Pages by address, in groups of those that begin in the same unit.
             for pages in pages.chunk_by(|(a, _), (b, _)| a.index / unit == b.index / unit) {
                 // A unit is taken whole, or what of it is needed at last.

@@ -1,11 +1,12 @@
 //! An area: the address ranges for the small or the large blocks of a heap.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use super::super::counters::HeapCounters;
 use super::bins::Bins;
-use super::block::{Blocks, GRAIN, NONE, State};
-use super::recent::{Recent, Taken, count_free};
+use super::block::{Block, Blocks, GRAIN, NONE, State};
+use super::recent::{self, Recent, Taken, count_free, slot_of};
 use super::starts::Starts;
 use crate::memory::SegmentKind;
 
@@ -18,13 +19,13 @@ pub(super) struct Area {
     bins: Bins,
     /// By address.
     holes: BTreeMap<u64, u32>,
-    ranges: Vec<Range>,
+    ranges: Vec<AddressRange>,
     /// Numbers of removed ranges, to be used again.
     removed: Vec<u32>,
 }
 
 #[derive(Debug)]
-struct Range {
+struct AddressRange {
     /// Its number on the device.
     number: u32,
     base: u64,
@@ -47,11 +48,30 @@ pub(in crate::memory::paged) struct Hole {
 pub(in crate::memory::paged) struct FreeRun {
     pub(in crate::memory::paged) start: u64,
     pub(in crate::memory::paged) end: u64,
-    pub(in crate::memory::paged) holes: Vec<Hole>,
+    /// Its holes, of those of all runs.
+    holes: Range<usize>,
     /// Its first block.
     pub(in crate::memory::paged) first: u32,
     /// The number of its range on the device.
     pub(in crate::memory::paged) range: u32,
+}
+
+/// Runs of free addresses, by address.
+#[derive(Debug, Default)]
+pub(in crate::memory::paged) struct FreeRuns {
+    runs: Vec<FreeRun>,
+    /// Their holes, by address.
+    holes: Vec<Hole>,
+}
+
+impl FreeRuns {
+    pub(in crate::memory::paged) fn iter(&self) -> impl Iterator<Item = &FreeRun> {
+        self.runs.iter()
+    }
+
+    pub(in crate::memory::paged) fn holes_of(&self, run: &FreeRun) -> &[Hole] {
+        &self.holes[run.holes.clone()]
+    }
 }
 
 impl Area {
@@ -67,28 +87,46 @@ impl Area {
         }
     }
 
+    /// The block of a request of exactly that size that was freed a moment ago, if that is all there is to know: its
+    /// free is not counted, and a search was seen to choose it.
+    #[inline(always)]
+    pub(super) fn take_again<'a>(
+        &mut self,
+        blocks: &'a mut Blocks,
+        requested: u64,
+        bytes: u64,
+    ) -> Option<(u32, &'a mut Block)> {
+        let slot = slot_of(bytes);
+        let id = self.recent.peek_uncounted(slot)?;
+        let block = blocks.get_mut(id);
+        let is_chosen = self.kind == SegmentKind::Small || self.best == (id, self.bins.version());
+        if block.requested != requested || !is_chosen {
+            return None;
+        }
+        self.recent.take(slot);
+        Some((id, block))
+    }
+
     /// A block of exactly that size that was freed a moment ago. In a large area only if a search would choose it too:
     /// there a bad place costs pages.
-    #[inline]
     pub(super) fn take_recent(&mut self, blocks: &Blocks, bytes: u64) -> Option<Taken> {
+        let slot = slot_of(bytes);
+        let id = self.recent.peek(slot).filter(|&id| blocks.get(id).bytes == bytes)?;
         if self.kind == SegmentKind::Large {
-            let id = self.recent.peek(bytes)?;
             let best = (id, self.bins.version());
-            if self.best != best {
-                if !self.is_best(blocks, id) {
-                    return None;
-                }
-                self.best = best;
+            if self.best != best && !self.is_best(blocks, id) {
+                return None;
             }
+            self.best = best;
         }
-        self.recent.take(blocks, bytes)
+        Some(self.recent.take(slot))
     }
 
     /// Whether a search for a block of this size would choose the place of this one, which is recent.
     #[inline(never)]
     fn is_best(&self, blocks: &Blocks, id: u32) -> bool {
         let block = blocks.get(id);
-        let is_free = |id: u32| id != NONE && blocks.get(id).state == State::Free;
+        let is_free = |id: u32| blocks.get(id).state == State::Free;
         if is_free(block.prev) {
             return false;
         }
@@ -97,13 +135,26 @@ impl Area {
     }
 
     /// Keeps a freed block for a moment; `uncounted` if its free is to be counted later.
-    #[inline]
+    #[inline(always)]
     pub(super) fn put_recent(&mut self, blocks: &mut Blocks, id: u32, uncounted: bool, counters: &mut HeapCounters) {
-        if self.kind == SegmentKind::Large {
-            // Only one at a time: others might be its neighbours, which a search would find merged.
-            self.merge_recent(blocks, counters);
+        let block = blocks.get_mut(id);
+        block.state = State::Recent;
+        let slot = slot_of(block.bytes);
+        // In a large area every other one is in the way: it might be a neighbour, and a search would find them merged.
+        let others = if self.kind == SegmentKind::Large { recent::ALL } else { 1 << slot };
+        if self.recent.has_any(others) {
+            self.make_room(blocks, slot, counters);
         }
-        if let Some(before) = self.recent.put(blocks, id, uncounted) {
+        self.recent.put(slot, id, uncounted);
+    }
+
+    /// Merges the block that is in a slot; in a large area all of them.
+    #[inline(never)]
+    fn make_room(&mut self, blocks: &mut Blocks, slot: usize, counters: &mut HeapCounters) {
+        if self.kind == SegmentKind::Large {
+            self.merge_recent(blocks, counters);
+        } else if self.recent.peek(slot).is_some() {
+            let before = self.recent.take(slot);
             self.merge_taken(blocks, before, counters);
         }
     }
@@ -114,36 +165,30 @@ impl Area {
         }
     }
 
+    #[inline]
     fn merge_taken(&mut self, blocks: &mut Blocks, taken: Taken, counters: &mut HeapCounters) {
+        let block = blocks.get_mut(taken.id);
         if taken.uncounted {
-            count_free(blocks.get(taken.id), counters);
+            count_free(block, counters);
         }
-        blocks.get_mut(taken.id).requested = 0;
-        self.merge(blocks, taken.id);
+        block.requested = 0;
+        self.put_free(blocks, taken.id);
     }
 
     /// Counts the frees that are not counted yet.
-    #[inline]
     pub(super) fn settle(&mut self, blocks: &Blocks, counters: &mut HeapCounters) {
         self.recent.settle(blocks, counters);
     }
 
     /// Makes a block that is in no list a free one, merged with its free neighbours.
-    fn merge(&mut self, blocks: &mut Blocks, id: u32) {
-        let (addr, range) = (blocks.get(id).addr, blocks.get(id).range as usize);
-        let base = self.ranges[range].base;
-        self.ranges[range].starts.remove(addr - base);
-        self.put_free(blocks, id);
-    }
-
-    /// The same, for what has never been allocated.
+    #[inline]
     fn put_free(&mut self, blocks: &mut Blocks, mut id: u32) {
         let (prev, next) = (blocks.get(id).prev, blocks.get(id).next);
-        if next != NONE && blocks.get(next).state == State::Free {
+        if blocks.get(next).state == State::Free {
             self.bins.remove(blocks, next);
             blocks.merge_next(id);
         }
-        if prev != NONE && blocks.get(prev).state == State::Free {
+        if blocks.get(prev).state == State::Free {
             self.bins.remove(blocks, prev);
             blocks.merge_next(prev);
             id = prev;
@@ -155,8 +200,7 @@ impl Area {
     /// A free block of at least that size, cut to it. The rest stays free.
     #[inline]
     pub(super) fn take_free(&mut self, blocks: &mut Blocks, bytes: u64) -> Option<u32> {
-        let id = self.bins.find(blocks, bytes / GRAIN)?;
-        self.bins.remove(blocks, id);
+        let id = self.bins.take(blocks, bytes / GRAIN)?;
         if blocks.get(id).bytes > bytes {
             let rest = blocks.split(id, bytes);
             self.bins.insert(blocks, rest);
@@ -172,11 +216,11 @@ impl Area {
         range.starts.insert(block.addr - range.base, id);
     }
 
-    /// The block that starts at `addr`: an allocated, pending or recent one.
+    /// The block that was last allocated at `addr`; it may be another one by now.
     #[inline]
     pub(super) fn started_at(&self, range: u32, addr: u64) -> Option<u32> {
         let range = self.ranges.get(range as usize)?;
-        range.starts.get(addr.checked_sub(range.base)?)
+        Some(range.starts.get(addr.checked_sub(range.base)?))
     }
 
     pub(super) fn free_at_least<'a>(&'a self, blocks: &'a Blocks, bytes: u64) -> impl Iterator<Item = u32> + 'a {
@@ -193,7 +237,7 @@ impl Area {
         let at = self.removed.pop().unwrap_or_else(|| u32::try_from(self.ranges.len()).expect("few ranges"));
         let first = blocks.add(base, bytes, self.kind, at, state);
         let is_segment = state != State::Hole;
-        let range = Range { number, base, first, is_segment, starts: Starts::new(self.kind) };
+        let range = AddressRange { number, base, first, is_segment, starts: Starts::new(self.kind) };
         if (at as usize) < self.ranges.len() {
             self.ranges[at as usize] = range;
         } else {
@@ -209,7 +253,7 @@ impl Area {
 
     /// The segments that are free as a whole.
     pub(super) fn free_segments(&self, blocks: &Blocks) -> Vec<u32> {
-        let is_free = |range: &Range| {
+        let is_free = |range: &AddressRange| {
             let first = blocks.get(range.first);
             range.is_segment && first.state == State::Free && first.next == NONE
         };
@@ -262,30 +306,33 @@ impl Area {
         self.ranges.iter().map(|range| range.first).filter(|&first| first != NONE)
     }
 
-    /// Runs of free addresses with at least one hole, of at least `bytes` in total, by address.
-    pub(super) fn free_runs(&self, blocks: &Blocks, bytes: u64) -> Vec<FreeRun> {
-        let is_free = |id: u32| id != NONE && matches!(blocks.get(id).state, State::Free | State::Hole);
-        let (mut runs, mut seen) = (Vec::new(), 0);
+    /// Runs of free addresses with at least one hole, of at least `bytes` in total.
+    pub(super) fn free_runs(&self, blocks: &Blocks, bytes: u64) -> FreeRuns {
+        let is_free = |id: u32| matches!(blocks.get(id).state, State::Free | State::Hole);
+        let (mut runs, mut seen) = (FreeRuns::default(), 0);
+        runs.holes.reserve(self.holes.len());
         for (&addr, &hole) in &self.holes {
             if addr < seen {
                 continue;
             }
             let before = blocks.get(hole).prev;
             let first = if is_free(before) { before } else { hole };
-            let range = self.ranges[blocks.get(hole).range as usize].number;
-            let mut run = FreeRun { start: blocks.get(first).addr, end: 0, holes: Vec::new(), first, range };
+            let (start, holes_before) = (blocks.get(first).addr, runs.holes.len());
             let mut id = first;
             while is_free(id) {
                 let block = blocks.get(id);
-                run.end = block.end();
+                seen = block.end();
                 if block.state == State::Hole {
-                    run.holes.push(Hole { start: block.addr, end: block.end() });
+                    runs.holes.push(Hole { start: block.addr, end: block.end() });
                 }
                 id = block.next;
             }
-            seen = run.end;
-            if run.end - run.start >= bytes {
-                runs.push(run);
+            if seen - start >= bytes {
+                let holes = holes_before..runs.holes.len();
+                let range = self.ranges[blocks.get(hole).range as usize].number;
+                runs.runs.push(FreeRun { start, end: seen, holes, first, range });
+            } else {
+                runs.holes.truncate(holes_before);
             }
         }
         runs
@@ -384,11 +431,11 @@ impl Area {
     /// Makes a block that is in no list a hole, merged with neighbouring holes.
     fn put_hole(&mut self, blocks: &mut Blocks, mut id: u32) {
         let (prev, next) = (blocks.get(id).prev, blocks.get(id).next);
-        if next != NONE && blocks.get(next).state == State::Hole {
+        if blocks.get(next).state == State::Hole {
             self.holes.remove(&blocks.get(next).addr);
             blocks.merge_next(id);
         }
-        if prev != NONE && blocks.get(prev).state == State::Hole {
+        if blocks.get(prev).state == State::Hole {
             blocks.merge_next(prev);
             id = prev;
         }
@@ -406,6 +453,14 @@ impl Area {
         let (_, &hole) = self.holes.range(..=start).next_back().expect("a hole at that address");
         let id = self.begin_filling(blocks, start, end, hole);
         self.put_free(blocks, id);
+    }
+
+    /// Checks the lists of free blocks.
+    ///
+    /// # Panics
+    /// If they do not agree with the blocks.
+    pub(super) fn check_bins(&self, blocks: &Blocks) {
+        self.bins.check(blocks);
     }
 
     pub(super) fn recent(&self) -> impl Iterator<Item = Taken> {

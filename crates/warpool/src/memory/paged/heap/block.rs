@@ -5,8 +5,9 @@ use crate::memory::SegmentKind;
 /// The unit of sizes and addresses.
 pub(in crate::memory::paged) const GRAIN: u64 = 512;
 
-/// No block.
-pub(super) const NONE: u32 = u32::MAX;
+/// No block. There is a place with this number, which is never in use: it can be written instead of a neighbour that a
+/// block does not have, without a branch.
+pub(super) const NONE: u32 = 0;
 
 /// What a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +41,8 @@ pub(in crate::memory::paged) struct Block {
     /// Neighbours in the list of a bin.
     pub(super) bin_prev: u32,
     pub(super) bin_next: u32,
+    /// The bin, while it is in one.
+    pub(super) bin: u16,
     /// Tells allocations of the same block apart.
     pub(super) generation: u32,
     /// How many graphs hold it.
@@ -53,6 +56,27 @@ pub(in crate::memory::paged) struct Block {
 }
 
 impl Block {
+    /// Without neighbours.
+    #[inline]
+    fn new(addr: u64, bytes: u64, kind: SegmentKind, range: u32, state: State) -> Self {
+        Self {
+            addr,
+            bytes,
+            requested: 0,
+            prev: NONE,
+            next: NONE,
+            bin_prev: NONE,
+            bin_next: NONE,
+            bin: 0,
+            generation: 1,
+            holds: 0,
+            range,
+            state,
+            kind,
+            has_uses: false,
+        }
+    }
+
     #[inline]
     pub(super) fn grains(&self) -> u64 {
         self.bytes / GRAIN
@@ -88,10 +112,20 @@ impl Block {
 }
 
 /// All blocks of a heap, by number. Numbers are used again, with the next generation.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Blocks {
     all: Vec<Block>,
-    unused: Vec<u32>,
+    /// The first unused number, or [`NONE`]; each has the next one as `next`.
+    unused: u32,
+}
+
+impl Default for Blocks {
+    fn default() -> Self {
+        // Room for a page of them, so that the first ones of two heaps are not neighbours in memory.
+        let mut all = Vec::with_capacity(64);
+        all.push(Block::new(0, 0, SegmentKind::Small, 0, State::Unused));
+        Self { all, unused: NONE }
+    }
 }
 
 impl Blocks {
@@ -114,35 +148,30 @@ impl Blocks {
     /// A new block without neighbours.
     #[inline]
     pub(super) fn add(&mut self, addr: u64, bytes: u64, kind: SegmentKind, range: u32, state: State) -> u32 {
-        let block = Block {
-            addr,
-            bytes,
-            requested: 0,
-            prev: NONE,
-            next: NONE,
-            bin_prev: NONE,
-            bin_next: NONE,
-            generation: 1,
-            holds: 0,
-            range,
-            state,
-            kind,
-            has_uses: false,
-        };
-        if let Some(id) = self.unused.pop() {
-            let generation = self.get(id).generation;
-            *self.get_mut(id) = Block { generation, ..block };
-            return id;
+        let id = self.unused;
+        if id == NONE {
+            return self.push(Block::new(addr, bytes, kind, range, state));
         }
-        let id = u32::try_from(self.all.len()).ok().filter(|&id| id < NONE).expect("fewer than 2^32 blocks");
+        let block = self.get_mut(id);
+        let (generation, next) = (block.generation, block.next);
+        *block = Block { generation, ..Block::new(addr, bytes, kind, range, state) };
+        self.unused = next;
+        id
+    }
+
+    #[cold]
+    fn push(&mut self, block: Block) -> u32 {
+        let id = u32::try_from(self.all.len()).expect("fewer than 2^32 blocks");
         self.all.push(block);
         id
     }
 
     #[inline]
     pub(super) fn remove(&mut self, id: u32) {
-        self.get_mut(id).state = State::Unused;
-        self.unused.push(id);
+        let unused = self.unused;
+        let block = self.get_mut(id);
+        (block.state, block.next) = (State::Unused, unused);
+        self.unused = id;
     }
 
     /// Splits off what begins `bytes` behind its start, as a new block behind it, in the same state.
@@ -158,9 +187,7 @@ impl Blocks {
         let block = self.get_mut(behind);
         (block.prev, block.next) = (id, next);
         self.get_mut(id).next = behind;
-        if next != NONE {
-            self.get_mut(next).prev = behind;
-        }
+        self.get_mut(next).prev = behind;
         behind
     }
 
@@ -171,14 +198,20 @@ impl Blocks {
         let (bytes, after) = (self.get(next).bytes, self.get(next).next);
         let block = self.get_mut(id);
         (block.bytes, block.next) = (block.bytes + bytes, after);
-        if after != NONE {
-            self.get_mut(after).prev = id;
-        }
+        self.get_mut(after).prev = id;
         self.remove(next);
     }
 
-    pub(super) fn len(&self) -> usize {
-        self.all.len() - self.unused.len()
+    /// Checks that every place is a block, or one of the unused ones.
+    ///
+    /// # Panics
+    /// If one is neither.
+    pub(super) fn check(&self) {
+        let next = |&id: &u32| Some(self.get(id).next);
+        let unused = std::iter::successors(Some(self.unused), next).take_while(|&id| id != NONE);
+        let unused = unused.inspect(|&id| assert_eq!(self.get(id).state, State::Unused, "unused place {id}"));
+        assert_eq!(unused.count() + self.iter().count() + 1, self.all.len(), "places of blocks");
+        assert_eq!((self.get(NONE).state, self.get(NONE).bytes), (State::Unused, 0), "the place that is no block");
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Block)> {

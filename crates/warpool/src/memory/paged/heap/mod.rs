@@ -24,7 +24,7 @@ use crate::memory::{Allocation, MemPoolId, SegmentKind};
 use area::Area;
 use block::{Blocks, NONE};
 
-pub(super) use area::FreeRun;
+pub(super) use area::{FreeRun, FreeRuns, Hole};
 pub(super) use block::{Block, GRAIN, State};
 
 /// Requests up to this size are served by the small area.
@@ -33,7 +33,7 @@ pub(super) const SMALL_MAX: u64 = 1 << 20;
 /// The size that a request is rounded to.
 #[inline]
 pub(super) fn rounded(bytes: u64) -> u64 {
-    bytes.next_multiple_of(GRAIN)
+    (bytes + (GRAIN - 1)) & !(GRAIN - 1)
 }
 
 #[inline]
@@ -98,29 +98,29 @@ impl Heap {
     }
 
     /// Takes a free block for a request of `requested` bytes.
-    #[inline]
+    #[inline(always)]
     pub(super) fn allocate(&mut self, requested: u64) -> Option<u32> {
         let bytes = rounded(requested);
         let kind = kind_of(bytes);
-        let area = &mut self.areas[kind as usize];
-        let Some(taken) = area.take_recent(&self.blocks, bytes) else { return self.search(requested) };
-        let block = self.blocks.get_mut(taken.id);
-        if taken.uncounted && block.requested == requested {
-            block.state = State::Allocated;
-            self.counters.allocated_again(kind, bytes, requested);
-        } else {
-            if taken.uncounted {
-                recent::count_free(block, &mut self.counters);
-            }
-            self.mark_allocated(taken.id, requested);
-        }
-        Some(taken.id)
+        let Some((id, block)) = self.areas[kind as usize].take_again(&mut self.blocks, requested, bytes) else {
+            return self.search(requested);
+        };
+        block.state = State::Allocated;
+        self.counters.allocated_again(kind, bytes, requested);
+        Some(id)
     }
 
     #[inline(never)]
     fn search(&mut self, requested: u64) -> Option<u32> {
         let bytes = rounded(requested);
         let area = &mut self.areas[kind_of(bytes) as usize];
+        if let Some(taken) = area.take_recent(&self.blocks, bytes) {
+            if taken.uncounted {
+                recent::count_free(self.blocks.get(taken.id), &mut self.counters);
+            }
+            self.mark_allocated(taken.id, requested);
+            return Some(taken.id);
+        }
         // Merged first, so that the best block is found as if all had been merged when they were freed.
         area.merge_recent(&mut self.blocks, &mut self.counters);
         let id = area.take_free(&mut self.blocks, bytes)?;
@@ -128,17 +128,23 @@ impl Heap {
         Some(id)
     }
 
-    #[inline]
+    #[inline(always)]
     fn mark_allocated(&mut self, id: u32, requested: u64) {
-        self.settle();
         let block = self.blocks.get_mut(id);
         block.state = State::Allocated;
         block.requested = requested;
-        self.counters.allocated(block.kind, block.bytes, requested);
+        if self.counters.allocated(block.kind, block.bytes, requested) {
+            self.raise_highest();
+        }
+    }
+
+    #[cold]
+    fn raise_highest(&mut self) {
+        self.settle();
+        self.counters.raise_highest();
     }
 
     /// Counts all frees.
-    #[inline]
     fn settle(&mut self) {
         for area in &mut self.areas {
             area.settle(&self.blocks, &mut self.counters);
@@ -155,7 +161,8 @@ impl Heap {
     #[inline]
     pub(super) fn allocated_at(&self, kind: SegmentKind, range: u32, addr: u64) -> Option<u32> {
         let id = self.areas[kind as usize].started_at(range, addr)?;
-        (self.blocks.get(id).state == State::Allocated).then_some(id)
+        let block = self.blocks.get(id);
+        (block.addr == addr && block.state == State::Allocated).then_some(id)
     }
 
     /// The block of an allocation, if it is still that one.
@@ -186,38 +193,41 @@ impl Heap {
     }
 
     /// Frees an allocated block.
-    #[inline]
     pub(super) fn free(&mut self, id: u32) -> Freed {
         let block = self.blocks.get_mut(id);
         block.generation = block.generation.wrapping_add(1);
-        if block.has_uses {
-            self.counters.freed(block.kind, block.bytes);
-            block.state = State::Pending;
-            self.uses.get_mut(&id).expect("a block with uses").mark_freed();
-            return Freed::Pending;
+        if !block.has_uses {
+            let kind = block.kind;
+            self.stacks.remove(&id);
+            self.areas[kind as usize].put_recent(&mut self.blocks, id, true, &mut self.counters);
+            return Freed::Completed;
         }
-        self.forget_stack(id);
-        let kind = self.blocks.get(id).kind;
-        self.areas[kind as usize].put_recent(&mut self.blocks, id, true, &mut self.counters);
-        Freed::Completed
+        block.state = State::Pending;
+        self.counters.freed(block.kind, block.bytes);
+        self.uses.get_mut(&id).expect("a block with uses").mark_freed();
+        Freed::Pending
     }
 
-    /// Frees the allocated block that starts at `addr`, unless a graph holds it or other streams use it. Returns
-    /// whether it did.
-    #[inline]
-    pub(super) fn free_plain(&mut self, kind: SegmentKind, range: u32, addr: u64) -> bool {
-        self.allocated_at(kind, range, addr).is_some_and(|id| self.free_plain_block(id))
+    /// Frees the allocated block that starts at `addr`, unless a graph holds it or other streams use it. Returns the
+    /// size that was requested if it did.
+    #[inline(always)]
+    pub(super) fn free_plain(&mut self, kind: SegmentKind, range: u32, addr: u64) -> Option<u64> {
+        let id = self.areas[kind as usize].started_at(range, addr)?;
+        if self.blocks.get(id).addr == addr { self.free_plain_block(id) } else { None }
     }
 
-    /// The same, of an allocated block.
-    #[inline]
-    pub(super) fn free_plain_block(&mut self, id: u32) -> bool {
-        let block = self.blocks.get(id);
-        let plain = !block.has_uses && block.holds == 0;
-        if plain {
-            self.free(id);
+    /// The same of a block that may be allocated.
+    #[inline(always)]
+    pub(super) fn free_plain_block(&mut self, id: u32) -> Option<u64> {
+        let block = self.blocks.get_mut(id);
+        let is_plain = block.state == State::Allocated && !block.has_uses && block.holds == 0;
+        if !is_plain || !self.stacks.is_empty() {
+            return None;
         }
-        plain
+        block.generation = block.generation.wrapping_add(1);
+        let requested = block.requested;
+        self.areas[block.kind as usize].put_recent(&mut self.blocks, id, true, &mut self.counters);
+        Some(requested)
     }
 
     /// No stream uses a pending block any more.
@@ -227,17 +237,11 @@ impl Heap {
         self.counters.reclaimed(kind, block.bytes, block.requested);
         block.has_uses = false;
         self.uses.remove(&id);
-        self.forget_stack(id);
+        self.stacks.remove(&id);
         self.areas[kind as usize].put_recent(&mut self.blocks, id, false, &mut self.counters);
     }
 
     #[inline]
-    fn forget_stack(&mut self, id: u32) {
-        if !self.stacks.is_empty() {
-            self.stacks.remove(&id);
-        }
-    }
-
     pub(super) fn set_stack(&mut self, id: u32, stack: Option<Stack>) {
         if let Some(stack) = stack {
             self.stacks.insert(id, stack);
@@ -319,7 +323,7 @@ impl Heap {
     }
 
     /// Runs of free addresses that could hold `bytes` if pages were mapped in their holes.
-    pub(super) fn free_runs(&self, kind: SegmentKind, bytes: u64) -> Vec<FreeRun> {
+    pub(super) fn free_runs(&self, kind: SegmentKind, bytes: u64) -> FreeRuns {
         self.areas[kind as usize].free_runs(&self.blocks, bytes)
     }
 

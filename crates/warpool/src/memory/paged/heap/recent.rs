@@ -2,21 +2,25 @@
 //! without a search.
 //!
 //! Their frees need not be counted yet. As long as only such blocks are freed and taken back, no current value rises
-//! above what was counted, so no peak is missed. Before anything else is allocated, and before the statistics are
-//! read, [`Recent::settle`] counts them.
+//! above what was counted, so no peak is missed. Before a value is noted as a peak, and before the statistics are read,
+//! [`Recent::settle`] counts them.
 
 use super::super::counters::HeapCounters;
-use super::block::{Block, Blocks, GRAIN, NONE, State};
+use super::block::{Block, Blocks, GRAIN, NONE};
 
 const SLOTS: usize = 16;
+
+/// All slots, as bits.
+pub(super) const ALL: u32 = (1 << SLOTS) - 1;
+
+/// The bit of a slot whose block's free is not counted.
+const UNCOUNTED: u32 = 1 << SLOTS;
 
 #[derive(Debug)]
 pub(super) struct Recent {
     slots: [u32; SLOTS],
-    /// Slots with a block.
-    used: u32,
-    /// Those of them whose free is not counted.
-    uncounted: u32,
+    /// Slots with a block in the lower half; in the upper half those of them whose free is not counted.
+    bits: u32,
 }
 
 /// A block that was taken out.
@@ -27,8 +31,9 @@ pub(super) struct Taken {
     pub(super) uncounted: bool,
 }
 
+/// The slot of a size.
 #[inline]
-fn slot_of(bytes: u64) -> usize {
+pub(super) fn slot_of(bytes: u64) -> usize {
     // Sizes are multiples of 512, often of large powers of two: a multiplication spreads them over the upper bits.
     ((bytes / GRAIN).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 60) as usize
 }
@@ -36,77 +41,64 @@ fn slot_of(bytes: u64) -> usize {
 /// Counts the free of a block.
 #[inline]
 pub(super) fn count_free(block: &Block, counters: &mut HeapCounters) {
-    counters.freed(block.kind, block.bytes);
-    counters.reclaimed(block.kind, block.bytes, block.requested);
+    counters.freed_and_reclaimed(block.kind, block.bytes, block.requested);
 }
 
 impl Recent {
     pub(super) fn new() -> Self {
-        Self { slots: [NONE; SLOTS], used: 0, uncounted: 0 }
+        Self { slots: [NONE; SLOTS], bits: 0 }
     }
 
-    /// The block in the place for that size.
+    /// Whether a block is in one of these slots, given as bits.
     #[inline]
-    pub(super) fn peek(&self, bytes: u64) -> Option<u32> {
-        let slot = slot_of(bytes);
-        (self.used & 1 << slot != 0).then(|| self.slots[slot])
+    pub(super) fn has_any(&self, slots: u32) -> bool {
+        self.bits & slots != 0
     }
 
-    /// Takes the block of exactly that size.
+    /// The block in a slot.
     #[inline]
-    pub(super) fn take(&mut self, blocks: &Blocks, bytes: u64) -> Option<Taken> {
-        let slot = slot_of(bytes);
-        let (id, bit) = (self.slots[slot], 1 << slot);
-        if self.used & bit == 0 || blocks.get(id).bytes != bytes {
-            return None;
-        }
-        let uncounted = self.uncounted & bit != 0;
-        self.used &= !bit;
-        self.uncounted &= !bit;
-        Some(Taken { id, uncounted })
+    pub(super) fn peek(&self, slot: usize) -> Option<u32> {
+        (self.bits & 1 << slot != 0).then(|| self.slots[slot])
     }
 
-    /// Adds a block. Returns the one that was in its place.
+    /// The block in a slot, if its free is not counted.
     #[inline]
-    pub(super) fn put(&mut self, blocks: &mut Blocks, id: u32, uncounted: bool) -> Option<Taken> {
-        let block = blocks.get_mut(id);
-        block.state = State::Recent;
-        let slot = slot_of(block.bytes);
-        let bit = 1 << slot;
-        let before = Taken { id: self.slots[slot], uncounted: self.uncounted & bit != 0 };
-        let had_one = self.used & bit != 0;
+    pub(super) fn peek_uncounted(&self, slot: usize) -> Option<u32> {
+        (self.bits & UNCOUNTED << slot != 0).then(|| self.slots[slot])
+    }
+
+    /// Takes the block out of a slot that has one.
+    #[inline]
+    pub(super) fn take(&mut self, slot: usize) -> Taken {
+        let uncounted = self.bits & UNCOUNTED << slot != 0;
+        self.bits &= !((1 | UNCOUNTED) << slot);
+        Taken { id: self.slots[slot], uncounted }
+    }
+
+    /// Puts a block into a slot that has none.
+    #[inline]
+    pub(super) fn put(&mut self, slot: usize, id: u32, uncounted: bool) {
         self.slots[slot] = id;
-        self.used |= bit;
-        self.uncounted = self.uncounted & !bit | u32::from(uncounted) << slot;
-        had_one.then_some(before)
+        self.bits |= (1 | u32::from(uncounted) << SLOTS) << slot;
     }
 
     /// Takes any block.
     #[inline]
     pub(super) fn pop(&mut self) -> Option<Taken> {
-        if self.used == 0 {
-            return None;
-        }
-        let slot = self.used.trailing_zeros() as usize;
-        let bit = 1 << slot;
-        let taken = Taken { id: self.slots[slot], uncounted: self.uncounted & bit != 0 };
-        self.used &= !bit;
-        self.uncounted &= !bit;
-        Some(taken)
+        (self.bits != 0).then(|| self.take(self.bits.trailing_zeros() as usize % SLOTS))
     }
 
     /// Counts the frees that are not counted yet.
-    #[inline]
     pub(super) fn settle(&mut self, blocks: &Blocks, counters: &mut HeapCounters) {
-        while self.uncounted != 0 {
-            let slot = self.uncounted.trailing_zeros() as usize;
+        while self.bits >= UNCOUNTED {
+            let slot = (self.bits / UNCOUNTED).trailing_zeros() as usize;
             count_free(blocks.get(self.slots[slot]), counters);
-            self.uncounted &= self.uncounted - 1;
+            self.bits &= !(UNCOUNTED << slot);
         }
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = Taken> {
-        let used = (0..SLOTS).filter(|&slot| self.used & 1 << slot != 0);
-        used.map(|slot| Taken { id: self.slots[slot], uncounted: self.uncounted & 1 << slot != 0 })
+        let used = (0..SLOTS).filter(|&slot| self.bits & 1 << slot != 0);
+        used.map(|slot| Taken { id: self.slots[slot], uncounted: self.bits & UNCOUNTED << slot != 0 })
     }
 }

@@ -1,82 +1,61 @@
 //! From the address of an allocation to its block, in constant time and without a search: one entry per possible start.
 //!
-//! Addresses are indexed in pages of 2 MiB. Blocks of a large area are larger than 1 MiB, so at most two start in a
-//! page; a page of a small area has a table with an entry per grain, made when it is first used.
+//! In a small area that is one per grain. Blocks of a large area are larger than 1 MiB, so at most one starts in each.
+//! An entry stays when its block is freed or merged: whoever reads it compares the block's address. The next block that
+//! starts there overwrites it.
 
 use super::block::{GRAIN, NONE};
 use crate::memory::SegmentKind;
 
-const PAGE: u64 = 2 << 20;
-const GRAINS: usize = (PAGE / GRAIN) as usize;
+/// The bytes of addresses that share an entry, in a small and in a large area, as powers of two.
+const SHIFT: [u32; 2] = [GRAIN.ilog2(), 20];
 
-/// The starts of allocated blocks in one address range.
+const CHUNK: usize = 1024;
+
+/// The starts of blocks in one address range.
 #[derive(Debug)]
-pub(super) enum Starts {
-    Small(Vec<Option<Box<[u32; GRAINS]>>>),
-    /// With the offsets in the page.
-    Large(Vec<[(u32, u32); 2]>),
-}
-
-const EMPTY: (u32, u32) = (0, NONE);
-
-#[inline]
-fn split(offset: u64) -> (usize, u32) {
-    ((offset / PAGE) as usize, (offset % PAGE) as u32)
+pub(super) struct Starts {
+    shift: u32,
+    /// Made when they are first used.
+    chunks: Vec<Option<Box<[u32; CHUNK]>>>,
 }
 
 impl Starts {
     pub(super) fn new(kind: SegmentKind) -> Self {
-        match kind {
-            SegmentKind::Small => Self::Small(Vec::new()),
-            SegmentKind::Large => Self::Large(Vec::new()),
-        }
+        Self { shift: SHIFT[kind as usize], chunks: Vec::new() }
     }
 
-    /// The block that starts at this offset in the range.
     #[inline]
-    pub(super) fn get(&self, offset: u64) -> Option<u32> {
-        let (page, at) = split(offset);
-        let id = match self {
-            Self::Small(pages) => pages.get(page)?.as_ref()?[(at / GRAIN as u32) as usize],
-            Self::Large(pages) => pages.get(page)?.iter().find(|(start, id)| *id != NONE && *start == at)?.1,
-        };
-        (id != NONE && u64::from(at).is_multiple_of(GRAIN)).then_some(id)
+    fn place(&self, offset: u64) -> (usize, usize) {
+        let entry = (offset >> self.shift) as usize;
+        (entry / CHUNK, entry % CHUNK)
+    }
+
+    /// The block that was last allocated at this offset in the range, or near it. It may be another one by now.
+    #[inline]
+    pub(super) fn get(&self, offset: u64) -> u32 {
+        let (chunk, at) = self.place(offset);
+        match self.chunks.get(chunk) {
+            Some(Some(chunk)) => chunk[at],
+            _ => NONE,
+        }
     }
 
     #[inline]
     pub(super) fn insert(&mut self, offset: u64, id: u32) {
-        let (page, at) = split(offset);
-        match self {
-            Self::Small(pages) => {
-                if page >= pages.len() {
-                    pages.resize_with(page + 1, || None);
-                }
-                let page = pages[page].get_or_insert_with(|| Box::new([NONE; GRAINS]));
-                page[(at / GRAIN as u32) as usize] = id;
-            }
-            Self::Large(pages) => {
-                if page >= pages.len() {
-                    pages.resize(page + 1, [EMPTY; 2]);
-                }
-                let free = pages[page].iter_mut().find(|(_, id)| *id == NONE);
-                *free.expect("at most two large blocks start in a page") = (at, id);
-            }
+        let (chunk, at) = self.place(offset);
+        if let Some(Some(chunk)) = self.chunks.get_mut(chunk) {
+            chunk[at] = id;
+        } else {
+            self.add_chunk(chunk)[at] = id;
         }
     }
 
-    #[inline]
-    pub(super) fn remove(&mut self, offset: u64) {
-        let (page, at) = split(offset);
-        match self {
-            Self::Small(pages) => {
-                if let Some(Some(page)) = pages.get_mut(page) {
-                    page[(at / GRAIN as u32) as usize] = NONE;
-                }
-            }
-            Self::Large(pages) => {
-                let page = pages.get_mut(page).into_iter().flatten();
-                page.filter(|(start, id)| *id != NONE && *start == at).for_each(|entry| *entry = EMPTY);
-            }
+    #[cold]
+    fn add_chunk(&mut self, chunk: usize) -> &mut [u32; CHUNK] {
+        if chunk >= self.chunks.len() {
+            self.chunks.resize_with(chunk + 1, || None);
         }
+        self.chunks[chunk].get_or_insert_with(|| Box::new([NONE; CHUNK]))
     }
 }
