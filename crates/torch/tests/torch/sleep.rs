@@ -42,10 +42,10 @@ with_each_backend! {
 fn memory_of_a_tag_is_not_shared_with_other_processes(backend: &str) {
     let (_, runtime) = runtime(backend);
     let weights = tagged(&runtime, "weights", 30 * MIB);
-    let refused = runtime.share(weights).expect_err("it has a tag");
+    let refused = runtime.share(weights, 2).expect_err("it has a tag");
     assert!(matches!(refused, Error::NotShareable) && refused.to_string().contains("it has a tag"), "{refused}");
     runtime.sleep(None, Keep::Host).unwrap();
-    assert!(matches!(runtime.share(weights), Err(Error::NotShareable)));
+    assert!(matches!(runtime.share(weights, 2), Err(Error::NotShareable)));
     runtime.wake(None).unwrap();
     runtime.free(weights, 0).unwrap();
 }
