@@ -110,8 +110,8 @@ def prepare_sleep(tags: TagNames = None) -> int:
     """Pins the host memory that `sleep` with `keep="host"` needs for what the tags have now. Returns how many bytes.
 
     The first sleep need not pin it then, which takes several times as long as its copies. The memory stays in the cache
-    of pinned memory, where `pin_memory` may use it meanwhile. It may run in a thread of its own, beside work of the
-    GPU. Raises `Error` if there is not enough.
+    of pinned memory, where `pin_memory` may use it meanwhile. It queues no work and may run in a thread of its
+    own. Raises `Error` if there is not enough, or during a capture.
     """
     prepared = ctypes.c_int64()
     array, count = _array(tags)

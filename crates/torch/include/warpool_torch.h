@@ -803,8 +803,8 @@ int warpool_tag_begin(int device, const char *tag, uint64_t *scope);
 int warpool_tag_end(uint64_t scope);
 
 // Pins the host memory that the contents of tags need, and leaves it in the cache of pinned memory: the first
-// `warpool_sleep` need not pin it then, which takes several times as long as its copies. Makes no call of the device,
-// and may be called by a thread of its own. `tags` has `count` names; NULL is all tags. Writes to `bytes`, unless it
+// `warpool_sleep` need not pin it then, which takes several times as long as its copies. Queues no work, and may be
+// called by a thread of its own. `tags` has `count` names; NULL is all tags. Writes to `bytes`, unless it
 // is NULL, how much that is.
 //
 // # Safety

@@ -68,8 +68,8 @@ fn totals(report: &SleepReport) -> SleepTotals {
 }
 
 /// Pins the host memory that the contents of tags need, and leaves it in the cache of pinned memory: the first
-/// `warpool_sleep` need not pin it then, which takes several times as long as its copies. Makes no call of the device,
-/// and may be called by a thread of its own. `tags` has `count` names; NULL is all tags. Writes to `bytes`, unless it
+/// `warpool_sleep` need not pin it then, which takes several times as long as its copies. Queues no work, and may be
+/// called by a thread of its own. `tags` has `count` names; NULL is all tags. Writes to `bytes`, unless it
 /// is NULL, how much that is.
 ///
 /// # Safety

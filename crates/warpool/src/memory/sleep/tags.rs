@@ -121,8 +121,8 @@ impl Tags {
     /// leaves it in the cache of the host allocator: so the first sleep need not pin, which takes several times as long
     /// as its copies. Returns how many bytes. Other requests for pinned memory may use the cache meanwhile.
     ///
-    /// It makes no call of the device and may run beside its work, also in a thread of its own; other calls of tags
-    /// wait. [`Error::Sleep`] if there is not enough pinned memory; what was pinned stays in the cache.
+    /// It queues no work, and may run in a thread of its own; other calls of tags wait. During a capture it is refused,
+    /// as `sleep` is. [`Error::Sleep`] if there is not enough pinned memory; what was pinned stays in the cache.
     pub fn prepare(&self, tags: &[&str]) -> Result<u64> {
         let _one = lock(&self.0.changing);
         let pools = self.select(tags, SleepCall::Sleep)?;
