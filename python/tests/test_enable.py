@@ -181,6 +181,20 @@ class Settings(unittest.TestCase):
         self.assertIn("max_split_size_mb:128", warpool.torch.settings())
 
     @isolated
+    def test_argument_comes_on_top_of_pytorchs_variable(self) -> None:
+        fake_torch()
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "backend:cudaMallocAsync,pinned_cap_mb:64"
+        warpool.torch.enable("backend:native,expandable_segments:True")
+        self.assertEqual(warpool.torch.settings(), "expandable_segments:True,pinned_cap_mb:64")
+
+    @isolated
+    def test_backend_keeps_expandable_segments_of_pytorchs_variable(self) -> None:
+        fake_torch()
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        warpool.torch.enable("backend:native")
+        self.assertEqual(warpool.torch.settings(), "expandable_segments:True")
+
+    @isolated
     def test_argument_applies_if_the_library_is_started_already(self) -> None:
         fake_torch()
         warpool.torch.set_settings("max_split_size_mb:64")

@@ -75,11 +75,11 @@ def enable(conf: Optional[str] = None) -> None:
     """Makes Warpool the allocator of all CUDA tensors of this process.
 
     Call it once, before CUDA is used; right after `import torch` is best. `conf` has the format of
-    PYTORCH_CUDA_ALLOC_CONF and takes precedence over the environment's WARPOOL_CONF and PYTORCH_CUDA_ALLOC_CONF. If
-    Warpool is already started in this process, as after a call of `settings` or `set_settings`, `conf` is applied on
-    top of the settings in effect, as by `set_settings`.
+    PYTORCH_CUDA_ALLOC_CONF and replaces the environment's WARPOOL_CONF; either is applied on top of the environment's
+    PYTORCH_CUDA_ALLOC_CONF. If Warpool is already started in this process, as after a call of `settings` or
+    `set_settings`, `conf` is applied on top of the settings in effect, as by `set_settings`.
 
-    `backend` in the settings chooses the allocator: `native` and `expandable` place memory as PyTorch does without and
+    `backend` in the settings chooses the allocator: `native` places memory as PyTorch does, `expandable` is the same
     with expandable segments, `paged` is Warpool's own, which reserves little more than is allocated.
 
     The first call for a version of PyTorch that the package has no backend for compiles one, into a cache folder. With

@@ -4,15 +4,16 @@
 use std::env::{self, VarError};
 use std::sync::Arc;
 
-use warpool::memory::{Backend, Settings};
+use warpool::memory::{Backend, Settings, SettingsError};
 use warpool_cuda::CudaDriver;
 use warpool_driver::Driver;
 use warpool_driver::sim::{SimConfig, SimDriver};
 
 use crate::error::{Error, Result};
 
-/// The variables with settings: ours, then PyTorch's in PyTorch's order. The first that is set is used.
-const SETTINGS_VARIABLES: [&str; 3] = ["WARPOOL_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
+/// The variables with PyTorch's settings, in PyTorch's order: the first that is set is used. Ours comes on top of it.
+const PYTORCH_VARIABLES: [&str; 2] = ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
+const OWN_VARIABLE: &str = "WARPOOL_CONF";
 
 /// The driver that `WARPOOL_DRIVER` names: `cuda` (the default) or `sim`.
 pub(crate) fn driver() -> Result<Arc<dyn Driver>> {
@@ -23,15 +24,23 @@ pub(crate) fn driver() -> Result<Arc<dyn Driver>> {
     }
 }
 
-/// The settings in the environment, else the defaults; with `backend` if they name none.
+/// The settings in the environment, with `backend` if they name none.
 pub(crate) fn settings(backend: Backend) -> Result<Settings> {
-    for name in SETTINGS_VARIABLES {
+    let mut settings = Settings { backend, ..Settings::default() };
+    for name in PYTORCH_VARIABLES {
         if let Some(string) = variable(name)? {
-            return Settings::parse_for(backend, &string)
-                .map_err(|source| Error::SettingsOf { variable: name, source });
+            settings = Settings::parse_for(backend, &string).map_err(refused(name))?;
+            break;
         }
     }
-    Ok(Settings { backend, ..Settings::default() })
+    match variable(OWN_VARIABLE)? {
+        Some(string) => settings.overridden(&string).map_err(refused(OWN_VARIABLE)),
+        None => Ok(settings),
+    }
+}
+
+fn refused(variable: &'static str) -> impl Fn(SettingsError) -> Error {
+    move |source| Error::SettingsOf { variable, source }
 }
 
 fn variable(name: &'static str) -> Result<Option<String>> {

@@ -6,8 +6,8 @@
 //! # Guarantees to callers
 //! - Every function may be called from any thread at any time, also from a thread without a CUDA context.
 //! - The environment is read by the first call that needs a driver, or by `warpool_start`: `WARPOOL_DRIVER` (`cuda`,
-//!   the default, or `sim`), `WARPOOL_CONF`, else `PYTORCH_CUDA_ALLOC_CONF`, else `PYTORCH_ALLOC_CONF`, and
-//!   `WARPOOL_SIM` for the simulated GPU. A failed start can be repeated.
+//!   the default, or `sim`), `PYTORCH_CUDA_ALLOC_CONF`, else `PYTORCH_ALLOC_CONF`, `WARPOOL_CONF` on top of either,
+//!   and `WARPOOL_SIM` for the simulated GPU. A failed start can be repeated.
 //! - No panic crosses the boundary. Only `warpool_malloc` throws, and only if PyTorch's `libc10.so` is loaded.
 //! - Nothing is freed or destroyed at process exit.
 //! - A child that was forked after the start gets an error from every function that needs the driver; freeing what it

@@ -282,6 +282,15 @@ impl Settings {
         Lint::of(&Self { backend, ..Self::default() }, string, Mode::First).into_result()
     }
 
+    /// The settings of a string that comes on top of these before they are in effect: as [`updated`](Self::updated),
+    /// but it may name another backend.
+    ///
+    /// # Errors
+    /// All problems of the string.
+    pub fn overridden(&self, string: &str) -> Result<Self, SettingsError> {
+        Lint::of(self, string, Mode::First).into_result()
+    }
+
     /// The settings after a further string: reset keys are set to their defaults, the others keep their values, and
     /// then the string is applied. The backend can be named, but not changed. Settings without effect are logged as
     /// warnings.
