@@ -281,6 +281,19 @@ typedef struct warpool_pinned_stats_values {
   struct warpool_duration host_free_time;
 } warpool_pinned_stats_values;
 
+// Receives the state of pinned memory: every segment followed by its blocks, then every entry of the history, oldest
+// first. What pointers point to is valid during a call only. The device is -1.
+typedef struct warpool_pinned_visitor {
+  // The first argument of every function.
+  void *user;
+  // Receives a segment.
+  void (*segment)(void *user, const struct warpool_segment *segment);
+  // Receives a block of that segment.
+  void (*block)(void *user, const struct warpool_block *block);
+  // Receives an entry.
+  void (*entry)(void *user, int device, const struct warpool_entry *entry);
+} warpool_pinned_visitor;
+
 // Gets a handle of `length` bytes, which are valid during the call, and an offset.
 typedef void (*warpool_write_handle)(void *user, const uint8_t *handle, size_t length, size_t offset);
 
@@ -771,6 +784,28 @@ int warpool_pinned_reset_peak_stats(void);
 
 // Sets every accumulated count of pinned memory to 0.
 int warpool_pinned_reset_accumulated_stats(void);
+
+// Starts recording the history of pinned memory, keeping the newest `max_entries` entries; if `on` is 0, stops and
+// drops it. `stack_level` is as for `warpool_record_history`; `collect` and `release` are as for
+// `warpool_set_context_collector`. If `clear` is not 0, earlier entries are dropped.
+//
+// # Safety
+// Any thread may call `collect` at any time without locks held, and `release` once for each context.
+int warpool_pinned_record_history(int on,
+                                  uint64_t max_entries,
+                                  int stack_level,
+                                  warpool_context_collector collect,
+                                  warpool_context_releaser release,
+                                  int clear);
+
+// Whether a history of pinned memory is recorded.
+int warpool_pinned_is_history_on(void);
+
+// Calls `visitor` with the state of pinned memory. The functions may call this library.
+//
+// # Safety
+// `visitor` is NULL, which is an error, or its functions may be called with its `user`.
+int warpool_visit_pinned(const struct warpool_pinned_visitor *visitor);
 
 // Calls `write` once with how another process can open the memory at `ptr`: the handle of the memory that it is in,
 // and where it begins there. The block must stay allocated as long as others use it. `torch_version` is the version of

@@ -302,6 +302,40 @@ void pinned() {
     EXPECT(host.get_stats().allocated_bytes.peak == 0);
 }
 
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+void pinned_history() {
+    using Entry = caching::TraceEntry;
+    auto& host = *at::getHostAllocator(at::kCUDA);
+    EXPECT(!host.is_history_enabled() && host.get_traces().empty() && host.get_segments().empty());
+    host.record_history(true, record, 100, caching::RecordContext::ALL, true);
+    EXPECT(host.is_history_enabled());
+    auto block = host.allocate(1000);
+    const auto address = reinterpret_cast<size_t>(block.get());
+    size_t live = 0;
+    for (const auto& segment : host.get_segments()) {
+        live += segment.allocated ? 1 : 0;
+        EXPECT(!segment.allocated || (segment.address == address && segment.active && segment.size >= 1000));
+        EXPECT(!segment.allocated || dynamic_cast<Recorded*>(segment.context_when_allocated.get()) != nullptr);
+    }
+    EXPECT(live == 1);
+    block = {};
+    std::vector<int> actions;
+    for (const auto& entry : host.get_traces()) {
+        EXPECT(entry.device_ == -1);
+        if (entry.addr_ == address && entry.action_ != Entry::SEGMENT_ALLOC) {
+            EXPECT(entry.size_ >= 1000);
+            actions.push_back(entry.action_);
+        }
+    }
+    EXPECT((actions == std::vector<int>{Entry::ALLOC, Entry::FREE_REQUESTED, Entry::FREE_COMPLETED}));
+    host.record_history(false, nullptr, 0, caching::RecordContext::NEVER, true);
+    EXPECT(!host.is_history_enabled() && host.get_traces().empty());
+    host.empty_cache();
+    host.record_history(false, nullptr, 0, caching::RecordContext::NEVER, true);
+    EXPECT(Recorded::alive == 0);
+}
+#endif
+
 // Mapped memory can be opened by the process that shared it; plain memory only by others.
 void sharing() {
     const char* settings = std::getenv("WARPOOL_CONF");
@@ -347,6 +381,9 @@ int main() {
     pools();
     pool_options();
     pinned();
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+    pinned_history();
+#endif
     sharing();
     settings();
     EXPECT(warpool_backend_install() != 0 && std::strstr(warpool_backend_error(), "installed already") != nullptr);

@@ -1,10 +1,8 @@
 // Snapshots, the history with PyTorch's own call stacks, annotations, trackers and observers.
 #include <c10/cuda/CUDAFunctions.h>
 
-#include <atomic>
-
-#include "convert.h"
 #include "device_allocator.h"
+#include "trace.h"
 
 namespace warpool_torch {
 
@@ -12,60 +10,10 @@ namespace caching = c10::cuda::CUDACachingAllocator;
 
 namespace {
 
-using Context = std::shared_ptr<c10::GatheredContext>;
+std::atomic<CreateContext> recorder{nullptr};
 
-std::atomic<caching::CreateContextFn> create_context{nullptr};
-
-// Called where the history needs a stack, without locks held. Nothing can be reported from here.
-void* collect_context() {
-    try {
-        const auto create = create_context.load(std::memory_order_acquire);
-        auto context = create != nullptr ? create() : nullptr;
-        return context != nullptr ? new Context(std::move(context)) : nullptr;
-    } catch (...) {
-        return nullptr;
-    }
-}
-
-void release_context(void* context) {
-    delete static_cast<Context*>(context);
-}
-
-Context context_of(void* context) {
-    return context != nullptr ? *static_cast<Context*>(context) : nullptr;
-}
-
-// The compiled region of an entry, by PyTorch's name if there is none.
-const char* compile_context(const warpool_entry& entry) {
-    return entry.compile_context[0] != '\0' ? entry.compile_context : "N/A";
-}
-
-caching::TraceEntry trace_entry(int device, const warpool_entry& entry) {
-    caching::TraceEntry result(
-        static_cast<caching::TraceEntry::Action>(entry.action),
-        static_cast<c10::DeviceIndex>(device),
-        entry.address,
-        entry.size,
-        static_cast<decltype(caching::TraceEntry::stream_)>(entry.stream),
-        mempool_id(entry.pool),
-        c10::getApproximateTime(),
-        context_of(entry.context),
-#if WARPOOL_TORCH_AT_LEAST(2, 10)
-        compile_context(entry),
-        entry.user_metadata);
-#else
-        compile_context(entry));
-#endif
-    return result;
-}
-
-// Later actions have no name in earlier versions.
-bool has_action(int action) {
-#if WARPOOL_TORCH_AT_LEAST(2, 14)
-    return action <= caching::TraceEntry::ANNOTATE;
-#else
-    return action <= caching::TraceEntry::OOM;
-#endif
+void* collect() {
+    return collect_context(recorder);
 }
 
 // A callback adds to a snapshot; an exception (no host memory) is kept, and the snapshot fails.
@@ -241,8 +189,8 @@ void DeviceAllocator::recordHistory(
     }
     const int level = enabled ? static_cast<int>(when) : 0;
     if (level > 0) {
-        create_context.store(context_recorder, std::memory_order_release);
-        check(warpool_set_context_collector(&collect_context, &release_context));
+        recorder.store(context_recorder, std::memory_order_release);
+        check(warpool_set_context_collector(&collect, &release_context));
     }
     check(warpool_record_history(enabled ? 1 : 0, max_entries, level, skipped.c_str(), clear_history ? 1 : 0));
     if (level == 0) {

@@ -21,6 +21,17 @@ public:
     void begin_allocate_to_pool(c10::MempoolId_t pool, std::function<bool(c10::Stream)> filter) WARPOOL_SINCE_2_11;
     void end_allocate_to_pool(c10::MempoolId_t pool) WARPOOL_SINCE_2_11;
     void release_pool(c10::MempoolId_t pool) WARPOOL_SINCE_2_11;
+#if WARPOOL_TORCH_AT_LEAST(2, 14)
+    void record_history(
+        bool enabled,
+        c10::CachingDeviceAllocator::CreateContextFn context_recorder,
+        size_t max_entries,
+        c10::CachingDeviceAllocator::RecordContext when,
+        bool clear_history) override;
+    bool is_history_enabled() const override;
+    std::vector<c10::CachingDeviceAllocator::HostSegmentInfo> get_segments() override;
+    std::vector<c10::CachingDeviceAllocator::TraceEntry> get_traces() override;
+#endif
 };
 
 // The one of this process; never deleted.

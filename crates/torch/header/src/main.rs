@@ -46,6 +46,7 @@ fn generate(library: &Path, config: &Path) -> Vec<u8> {
         "abi/observers",
         "abi/checkpoints",
         "abi/pinned",
+        "abi/pinned_history",
         "abi/sharing",
         "abi/sleep",
     ];

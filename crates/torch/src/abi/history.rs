@@ -113,7 +113,7 @@ pub unsafe extern "C" fn warpool_set_user_metadata(text: *const c_char) -> c_int
     })
 }
 
-fn history_options(runtime: &Runtime, max_entries: u64, level: c_int, skip: &str) -> Result<HistoryOptions> {
+pub(super) fn history_options(runtime: &Runtime, max_entries: u64, level: c_int, skip: &str) -> Result<HistoryOptions> {
     let stacks = match level {
         0 => StackLevel::Never,
         1 => StackLevel::State,

@@ -12,6 +12,7 @@ pub mod library;
 pub mod memory;
 pub mod observers;
 pub mod pinned;
+pub mod pinned_history;
 pub mod pools;
 pub mod settings;
 pub mod sharing;

@@ -3,7 +3,9 @@
 use std::ffi::{CString, c_char, c_double, c_int, c_void};
 use std::sync::Arc;
 
-use warpool::memory::{BlockState, HistoryEntry, MemPoolId, SegmentKind, Snapshot, Stack, StackId, TextId, TraceEntry};
+use warpool::memory::{
+    BlockState, HistoryEntry, MemPoolId, SegmentInfo, SegmentKind, Snapshot, Stack, StackId, TextId, TraceEntry,
+};
 use warpool_driver::DeviceId;
 
 use crate::backend::context_of;
@@ -183,33 +185,48 @@ fn visit_settings(visitor: &SnapshotVisitor, runtime: &runtime::Runtime) -> Resu
 
 fn visit_segments(visitor: &SnapshotVisitor, snapshot: &Snapshot) {
     for segment in &snapshot.segments {
-        let entry = SegmentEntry {
-            device: segment.device,
-            address: segment.address as usize,
-            total_size: segment.total_size as usize,
-            allocated_size: segment.allocated_size as usize,
-            active_size: segment.active_size as usize,
-            requested_size: segment.requested_size as usize,
-            stream: handle(segment.stream),
-            is_large: segment.kind == SegmentKind::Large,
-            is_expandable: segment.is_expandable,
-            pool: torch_pool(segment.pool),
-            context: context(snapshot, segment.stack),
-            blocks: segment.blocks.len(),
+        // SAFETY: callable by the contract of `warpool_visit_snapshot`.
+        unsafe { visit_segment(snapshot, segment, visitor.user, visitor.segment, visitor.block) };
+    }
+}
+
+/// Visits a segment and its blocks.
+///
+/// # Safety
+/// Both functions may be called with `user`.
+pub(super) unsafe fn visit_segment(
+    snapshot: &Snapshot,
+    segment: &SegmentInfo,
+    user: *mut c_void,
+    visit: unsafe extern "C" fn(*mut c_void, *const SegmentEntry),
+    visit_block: unsafe extern "C" fn(*mut c_void, *const BlockEntry),
+) {
+    let entry = SegmentEntry {
+        device: segment.device,
+        address: segment.address as usize,
+        total_size: segment.total_size as usize,
+        allocated_size: segment.allocated_size as usize,
+        active_size: segment.active_size as usize,
+        requested_size: segment.requested_size as usize,
+        stream: handle(segment.stream),
+        is_large: segment.kind == SegmentKind::Large,
+        is_expandable: segment.is_expandable,
+        pool: torch_pool(segment.pool),
+        context: context(snapshot, segment.stack),
+        blocks: segment.blocks.len(),
+    };
+    // SAFETY: callable by this function's contract; the entry lives during the call.
+    unsafe { visit(user, &raw const entry) };
+    for block in &segment.blocks {
+        let entry = BlockEntry {
+            size: block.size as usize,
+            requested_size: block.requested_size as usize,
+            is_allocated: block.state == BlockState::ActiveAllocated,
+            is_active: block.state != BlockState::Inactive,
+            context: context(snapshot, block.stack),
         };
-        // SAFETY: callable by the contract of `warpool_visit_snapshot`; the entry lives during the call.
-        unsafe { (visitor.segment)(visitor.user, &raw const entry) };
-        for block in &segment.blocks {
-            let entry = BlockEntry {
-                size: block.size as usize,
-                requested_size: block.requested_size as usize,
-                is_allocated: block.state == BlockState::ActiveAllocated,
-                is_active: block.state != BlockState::Inactive,
-                context: context(snapshot, block.stack),
-            };
-            // SAFETY: as above.
-            unsafe { (visitor.block)(visitor.user, &raw const entry) };
-        }
+        // SAFETY: as above.
+        unsafe { visit_block(user, &raw const entry) };
     }
 }
 
@@ -230,7 +247,7 @@ impl EntryTexts {
         Self { entry, _compile_context: compile_context, _user_metadata: user_metadata, _stack: stack }
     }
 
-    fn of_trace(snapshot: &Snapshot, entry: &TraceEntry) -> Self {
+    pub(super) fn of_trace(snapshot: &Snapshot, entry: &TraceEntry) -> Self {
         let text = |id: Option<TextId>| id.map_or("", |id| snapshot.texts.get(id));
         let stack = entry.stack.and_then(|id| snapshot.stacks.get(id.0 as usize)).map(Arc::clone);
         let plain = ActionEntry {

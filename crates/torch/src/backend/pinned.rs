@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 
 use warpool::memory::{HostAllocator, HostBlock, HostGraphPool, PinnedSettings};
@@ -25,6 +25,7 @@ pub(crate) struct PinnedMemory {
     /// How many scopes are open: without any, a request looks at none.
     open: AtomicUsize,
     pools: Mutex<Pools>,
+    history_on: AtomicBool,
 }
 
 /// A capture under way.
@@ -45,11 +46,26 @@ struct Pools {
 impl PinnedMemory {
     pub(crate) fn new(instance: &Instance, settings: PinnedSettings) -> Self {
         let allocator = HostAllocator::new(instance, settings);
-        Self { allocator, scopes: RwLock::default(), open: AtomicUsize::new(0), pools: Mutex::default() }
+        Self {
+            allocator,
+            scopes: RwLock::default(),
+            open: AtomicUsize::new(0),
+            pools: Mutex::default(),
+            history_on: AtomicBool::new(false),
+        }
     }
 
     pub(crate) fn allocator(&self) -> &HostAllocator {
         &self.allocator
+    }
+
+    /// Whether a history is recorded.
+    pub(crate) fn is_history_on(&self) -> bool {
+        self.history_on.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_history_on(&self, on: bool) {
+        self.history_on.store(on, Ordering::Relaxed);
     }
 
     /// Pinned memory. `stream` is what filters get: the current stream of the calling thread.

@@ -168,6 +168,39 @@ static void pinned(void) {
   CHECK(stats.active_requests.current == 0 && stats.allocated_bytes.current == 0 && stats.num_host_alloc > 0);
 }
 
+static int pinned_segments, pinned_blocks, pinned_entries;
+
+static void pinned_segment(void *user, const warpool_segment *segment) {
+  CHECK(user == &pinned_segments && segment->device == -1);
+  pinned_segments += 1;
+}
+
+static void pinned_block(void *user, const warpool_block *block) {
+  CHECK(user == &pinned_segments);
+  pinned_blocks += block->is_allocated;
+}
+
+static void pinned_entry(void *user, int device, const warpool_entry *entry) {
+  CHECK(user == &pinned_segments && device == -1 && entry->size > 0);
+  pinned_entries += 1;
+}
+
+static void pinned_history(void) {
+  const warpool_pinned_visitor visitor = {&pinned_segments, pinned_segment, pinned_block, pinned_entry};
+  warpool_pinned_block block = {0};
+  CHECK(warpool_pinned_is_history_on() == 0);
+  CHECK(warpool_pinned_record_history(1, 10, 7, NULL, NULL, 0) == 1);
+  CHECK(warpool_pinned_record_history(1, 10, 0, NULL, NULL, 0) == 0 && warpool_pinned_is_history_on() == 1);
+  CHECK(warpool_pinned_allocate(64, NULL, &block) == 0);
+  CHECK(warpool_visit_pinned(NULL) == 1 && warpool_visit_pinned(&visitor) == 0);
+  CHECK(pinned_segments > 0 && pinned_blocks == 1 && pinned_entries > 0);
+  warpool_pinned_free(block.block);
+  CHECK(warpool_pinned_record_history(0, 0, 0, NULL, NULL, 1) == 0 && warpool_pinned_is_history_on() == 0);
+  pinned_entries = 0;
+  CHECK(warpool_visit_pinned(&visitor) == 0 && pinned_entries == 0);
+  CHECK(warpool_pinned_empty_cache() == 0);
+}
+
 struct shared {
   uint8_t handle[256];
   size_t length, offset;
@@ -209,6 +242,7 @@ int main(void) {
   caching();
   history();
   pinned();
+  pinned_history();
   sharing();
   puts("passed");
   return 0;
