@@ -72,6 +72,24 @@ class RealTorch(unittest.TestCase):
         self.assertEqual(torch.cuda.get_allocator_backend(), "native")
 
     @isolated
+    def test_library_of_another_version_changes_nothing(self) -> None:
+        import torch
+
+        from warpool import _native
+
+        with tempfile.TemporaryDirectory() as folder:
+            source, made = Path(folder) / "other.c", str(Path(folder) / "libwarpool_torch.so")
+            names = {*_native._STATUS, *_native._OTHERS} - {"warpool_version"}
+            functions = [f"int {name}(void) {{ return 1; }}" for name in sorted(names)]
+            source.write_text('const char* warpool_version(void) { return "0.0.1"; }\n' + "\n".join(functions))
+            subprocess.run(["cc", "-shared", "-fPIC", "-o", made, str(source)], check=True)
+            os.environ["WARPOOL_LIBRARY"] = made
+            with self.assertRaisesRegex(RuntimeError, "has version 0.0.1.*install both from one version"):
+                warpool.torch.enable()
+        self.assertFalse(warpool.torch.enabled())
+        self.assertEqual(torch.cuda.get_allocator_backend(), "native")
+
+    @isolated
     def test_cache_folder_that_cannot_be_written_changes_nothing(self) -> None:
         import torch
 

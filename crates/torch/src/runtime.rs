@@ -144,7 +144,12 @@ pub(crate) fn allocate_cached(bytes: usize, device: i32, stream: ForeignStream) 
     let runtime = here()?;
     // A negative index is that of no device.
     let device = DeviceId(device.cast_unsigned());
-    let stream = runtime.streams.last(device, stream)?;
+    // With several devices the thread's last lookup tells where a block that it frees is.
+    let stream = if stream == ForeignStream::NULL && device == DeviceId(0) && runtime.device_count == 1 {
+        runtime.streams.first_default()?
+    } else {
+        runtime.streams.last_of_thread(device, stream)?
+    };
     if runtime.routing.is_any_open() || runtime.direct.is_on() {
         return None;
     }
@@ -284,7 +289,12 @@ impl Runtime {
     /// The device that the calling thread used last.
     #[inline]
     fn last_device(&self) -> DeviceId {
-        if self.device_count == 1 { DeviceId(0) } else { StreamTable::last_device() }
+        // Not inlined: the address of the thread's value would be looked up in any case.
+        #[inline(never)]
+        fn of_several() -> DeviceId {
+            StreamTable::last_device()
+        }
+        if self.device_count == 1 { DeviceId(0) } else { of_several() }
     }
 
     /// Switches caching off or on. Off, every request is a driver call and appears in no statistics.

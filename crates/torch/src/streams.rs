@@ -1,5 +1,6 @@
 //! The table from raw `cudaStream_t` handles to our stream ids. Every allocation looks up its stream, so each thread
-//! caches its last lookup, and behind that is a table under a read-write lock.
+//! caches its last lookup, and behind that is a table under a read-write lock. The default stream of the first device,
+//! which most programs use alone, is kept apart: it takes not even the thread's cache.
 //!
 //! A handle is taken to name the same stream forever, as in PyTorch. If a stream is destroyed and the driver gives its
 //! handle to a new one, the new stream gets the same id, which has the same handle.
@@ -20,6 +21,8 @@ pub(crate) struct StreamTable {
     /// Distinguishes this table from others in a thread's cached lookup.
     table: u64,
     ids: RwLock<FxHashMap<(DeviceId, RawHandle), StreamId>>,
+    /// The default stream of the first device; its id plus 1, and 0 as long as it is not known.
+    first_default: AtomicU64,
 }
 
 /// A thread's last lookup.
@@ -40,7 +43,13 @@ thread_local! {
 impl StreamTable {
     pub(crate) fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        Self { table: NEXT.fetch_add(1, Ordering::Relaxed), ids: RwLock::default() }
+        Self { table: NEXT.fetch_add(1, Ordering::Relaxed), ids: RwLock::default(), first_default: AtomicU64::new(0) }
+    }
+
+    /// The default stream of the first device, if it has been passed before.
+    #[inline]
+    pub(crate) fn first_default(&self) -> Option<StreamId> {
+        self.first_default.load(Ordering::Acquire).checked_sub(1).map(StreamId)
     }
 
     /// The id of `stream` on `device`, if it is what the thread looked up last.
@@ -48,6 +57,13 @@ impl StreamTable {
     pub(crate) fn last(&self, device: DeviceId, stream: ForeignStream) -> Option<StreamId> {
         let last = LAST.get();
         (last.table == self.table && last.device == device && last.raw == stream.raw()).then_some(last.stream)
+    }
+
+    /// The same, for a caller to whom it is the rarer case. Not inlined: the address of the thread's value would be
+    /// looked up in the other case too.
+    #[inline(never)]
+    pub(crate) fn last_of_thread(&self, device: DeviceId, stream: ForeignStream) -> Option<StreamId> {
+        self.last(device, stream)
     }
 
     /// The device of the thread's last lookup.
@@ -112,6 +128,9 @@ impl StreamTable {
         // Without the lock. If two threads do this at once, the driver returns the same id to both.
         let id = Stream::external(&instance.device(device.0)?, stream)?.id();
         self.ids.write().unwrap_or_else(PoisonError::into_inner).insert((device, stream.raw()), id);
+        if device == DeviceId(0) && stream == ForeignStream::NULL {
+            self.first_default.store(id.0 + 1, Ordering::Release);
+        }
         Ok(id)
     }
 }

@@ -158,13 +158,14 @@ def run_job(mode: str, job: int, options: argparse.Namespace) -> Dict[str, str]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", out: Path, limit: float, stopped: float) -> None:
-    """Until the process ends; ends it if it wrote nothing for `limit` seconds, or at the end of all time."""
+    """Until the process ends; ends it if it wrote nothing for `limit` seconds after its first line, or at the end of
+    all time. Before that it imports the file, which may take long."""
     size, since = -1, time.monotonic()
     while process.poll() is None:
         now = time.monotonic()
         if out.stat().st_size != size:
             size, since = out.stat().st_size, now
-        if now - since > limit or now > stopped:
+        if (size > 0 and now - since > limit) or now > stopped:
             process.kill()
             process.wait()
             return

@@ -30,8 +30,11 @@ inline c10::DeviceIndex current_device() {
 }
 
 // A stream's handle. PyTorch's id of a stream has the same one as long as the process lives: streams of its pools are
-// never destroyed, and the id of any other is the handle.
+// never destroyed, and the id of any other is the handle. The default stream's are 0 and NULL on every device.
 inline cudaStream_t handle_of(c10::cuda::CUDAStream stream) {
+    if (C10_LIKELY(stream.id() == 0)) {
+        return nullptr;
+    }
     struct Known {
         c10::StreamId id;
         c10::DeviceIndex device;

@@ -3,6 +3,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <algorithm>
 #include <atomic>
@@ -27,6 +28,12 @@ c10::Device cuda_device(int index) {
     return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
+// Whether the calling thread has a profiler, which may want to know of memory. One call less than
+// c10::memoryProfilingEnabled makes.
+bool has_profiler() {
+    return c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr;
+}
+
 // Tells PyTorch's profiler that `bytes` were allocated, or freed if it is negative.
 C10_NOINLINE void report_to_profiler(void* ptr, int64_t bytes, int device) {
     warpool_device_stats_values stats{};
@@ -42,7 +49,7 @@ C10_NOINLINE void report_to_profiler(void* ptr, int64_t bytes, int device) {
 
 C10_NOINLINE void report_allocated(void* ptr) {
     warpool_block_description block{};
-    if (ptr != nullptr && warpool_describe_block(ptr, &block) == 0) {
+    if (ptr != nullptr && c10::memoryProfilingEnabled() && warpool_describe_block(ptr, &block) == 0) {
         report_to_profiler(ptr, static_cast<int64_t>(block.bytes), block.device);
     }
 }
@@ -76,7 +83,7 @@ void* allocate_on(size_t bytes, int device, cudaStream_t stream) {
     if (C10_UNLIKELY(ptr == nullptr && bytes != 0)) {
         allocation_failed(bytes, device);
     }
-    if (C10_UNLIKELY(c10::memoryProfilingEnabled())) {
+    if (C10_UNLIKELY(has_profiler())) {
         report_allocated(ptr);
     }
     if (const auto* trace = c10::impl::GPUTrace::get_trace(); C10_UNLIKELY(trace != nullptr)) {
@@ -100,7 +107,7 @@ C10_NOINLINE void free_observed(void* ptr) {
 
 // The deleter of every allocation. A failure is logged by the call: destructors cannot throw.
 void free_block(void* ptr) {
-    if (C10_UNLIKELY(c10::memoryProfilingEnabled() || c10::impl::GPUTrace::get_trace() != nullptr)) {
+    if (C10_UNLIKELY(has_profiler() || c10::impl::GPUTrace::get_trace() != nullptr)) {
         free_observed(ptr);
         return;
     }
