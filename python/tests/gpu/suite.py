@@ -35,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 EXPECTED = {
     "backend:paged": {
         "TestBlockStateAbsorption.test_allocate_in_thread_to_pool",
+        "TestBlockStateAbsorption.test_expandable_segment_checkpoint_growth",
         "TestCudaMallocAsync.test_allocator_settings",
         "TestMemPool.test_graph_capture_reclaim_2_streams",
         "TestMemPool.test_graph_capture_reclaim_4_streams",
