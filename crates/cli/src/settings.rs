@@ -5,12 +5,12 @@ use warpool::memory::lint;
 
 use crate::output::{self, Output, Result, Verdict};
 
-/// The environment variables with settings; the first that is set is used.
-const VARIABLES: [&str; 2] = ["WARPOOL_CONF", "PYTORCH_CUDA_ALLOC_CONF"];
+/// The environment variables with settings; those of a later one come on top.
+const VARIABLES: [&str; 2] = ["PYTORCH_CUDA_ALLOC_CONF", "WARPOOL_CONF"];
 
 /// Explains a settings string: every setting with its value, and what is invalid or has no effect
 ///
-/// Without a string it reads WARPOOL_CONF, else PYTORCH_CUDA_ALLOC_CONF.
+/// Without a string it reads PYTORCH_CUDA_ALLOC_CONF, and WARPOOL_CONF on top of it, as under PyTorch.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 success, 1 the string is invalid.\n\n\
     Examples:\n  \
@@ -26,11 +26,9 @@ pub struct Args {
 }
 
 pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
-    let from_environment =
-        || VARIABLES.into_iter().find_map(|name| Some((std::env::var(name).ok()?, format!("from {name}"))));
     let (string, origin) = match &args.string {
         Some(string) => (string.clone(), "from the command line".to_owned()),
-        None => from_environment().unwrap_or_else(|| (String::new(), "no variable is set".to_owned())),
+        None => from_environment(),
     };
     let lint = lint(&string);
     output.line(format!("settings {string:?} ({origin})\n"))?;
@@ -58,4 +56,14 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     let valid = lint.effective.is_some();
     output.table(if valid { "In effect" } else { "Invalid; the defaults stay in effect" }, &table)?;
     Ok(if valid { Verdict::Success } else { Verdict::Failure })
+}
+
+/// The settings of the environment, and where they are from.
+fn from_environment() -> (String, String) {
+    let set = VARIABLES.into_iter().filter_map(|name| Some((std::env::var(name).ok()?, name)));
+    let (strings, names): (Vec<String>, Vec<&str>) = set.unzip();
+    if names.is_empty() {
+        return (String::new(), "no variable is set".to_owned());
+    }
+    (strings.join(","), format!("from {}", names.join(" and ")))
 }

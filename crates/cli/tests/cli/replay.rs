@@ -280,5 +280,8 @@ fn settings_are_read_from_the_environment() {
     assert_eq!(run(&[]).as_deref(), Some("settings \"\" (no variable is set)"));
     assert_eq!(run(&[pytorch]).as_deref(), Some("settings \"max_split_size_mb:64\" (from PYTORCH_CUDA_ALLOC_CONF)"));
     let warpool = ("WARPOOL_CONF", "expandable_segments:True");
-    assert_eq!(run(&[pytorch, warpool]).as_deref(), Some("settings \"expandable_segments:True\" (from WARPOOL_CONF)"));
+    assert_eq!(run(&[warpool]).as_deref(), Some("settings \"expandable_segments:True\" (from WARPOOL_CONF)"));
+    let both =
+        "settings \"max_split_size_mb:64,expandable_segments:True\" (from PYTORCH_CUDA_ALLOC_CONF and WARPOOL_CONF)";
+    assert_eq!(run(&[pytorch, warpool]).as_deref(), Some(both));
 }
