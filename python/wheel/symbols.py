@@ -1,6 +1,6 @@
 """Checks that the ELF files of a wheel load where PyTorch's wheels do: on every system of their tag, manylinux_2_28.
 
-usage: symbols.py WHEEL [--reference FOLDER]
+usage: symbols.py WHEEL [--reference FOLDER] [--unstripped]
 
 A file needs symbols by version (GLIBC_2.14), and a system has those up to its own. manylinux_2_28 has glibc 2.28.
 The backends are in C++: they may need no newer libstdc++ than PyTorch's own libraries of that version of PyTorch, which
@@ -52,7 +52,7 @@ def is_stripped(file: BinaryIO) -> bool:
     return ".symtab" not in names and not any(name.startswith(".debug_") for name in names)
 
 
-def violations(name: str, content: bytes, reference: Path) -> List[str]:
+def violations(name: str, content: bytes, reference: Path, unstripped: bool) -> List[str]:
     """What is wrong with one file of the wheel."""
     limits, libraries = dict(_LIMITS), set(_SYSTEM)
     backend = re.fullmatch(r"warpool/backends/libwarpool_backend-([0-9.]+)\.so", name)
@@ -60,7 +60,7 @@ def violations(name: str, content: bytes, reference: Path) -> List[str]:
         libraries |= _BESIDE_PYTORCH
         limits.update(newest_of_pytorch(reference / backend[1] / "torch" / "lib"))
     file = io.BytesIO(content)
-    found = [] if is_stripped(file) else [f"{name} is not stripped"]
+    found = [] if unstripped or is_stripped(file) else [f"{name} is not stripped"]
     for symbol, version in sorted(set(needed_versions(file))):
         if symbol not in limits or version > limits[symbol]:
             limit = dotted(limits[symbol]) if symbol in limits else "none"
@@ -93,6 +93,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--reference", type=Path, default=Path("/nonexistent"))
+    parser.add_argument("--unstripped", action="store_true", help="files may have symbols and debug information")
     arguments = parser.parse_args()
     found: List[str] = []
     compiled: List[str] = []
@@ -101,7 +102,7 @@ def main() -> int:
             content = archive.read(name)
             if content.startswith(b"\x7fELF"):
                 compiled.append(name)
-                found += violations(name, content, arguments.reference)
+                found += violations(name, content, arguments.reference, arguments.unstripped)
     if "manylinux_2_28" not in arguments.wheel.name:
         found.append(f"{arguments.wheel.name} does not have the tag manylinux_2_28")
     for expected in ("warpool/libwarpool_torch.so", f"{_name(arguments.wheel)}.data/scripts/warpool"):
