@@ -11,6 +11,7 @@ use rustc_hash::FxHashMap;
 use warpool_driver::{DeviceId, DevicePtr, Driver, ShareKind, StreamId};
 
 use super::address_space::AddressSpace;
+use super::biased_lock::BiasedLock;
 use super::counters::{Added, Totals};
 use super::heap::Heap;
 use super::heaps::Heaps;
@@ -18,7 +19,6 @@ use super::inactive::{self, Inactive, InactiveStats};
 use super::last_heap::DeviceKey;
 use super::pages::{PageTable, PageTotals};
 use super::pools::{Pools, SegmentSource};
-use super::spin_lock::SpinLock;
 use crate::capture::{CaptureSafe, CaptureStatus};
 use crate::memory::capture_count::CaptureCount;
 use crate::memory::limit::Limits;
@@ -102,7 +102,7 @@ pub(super) struct PagedDevice {
     inactive: Mutex<InactiveStats>,
     pub(super) counts: EventCounts,
     limits: Mutex<Limits>,
-    pub(super) history: SpinLock<HistoryRecorder>,
+    pub(super) history: BiasedLock<HistoryRecorder>,
     pub(super) history_flags: HistoryFlags,
     pub(super) peers: Mutex<Vec<DeviceId>>,
 }
@@ -131,7 +131,7 @@ impl PagedDevice {
             inactive: Mutex::default(),
             counts: EventCounts::default(),
             limits: Mutex::new(Limits::of(settings)),
-            history: SpinLock::default(),
+            history: BiasedLock::default(),
             history_flags: HistoryFlags::default(),
             peers: Mutex::default(),
         }
@@ -185,7 +185,7 @@ impl Drop for PagedDevice {
 impl PagedDevice {
     /// The heap of a stream and pool. No lock if it is the one that the thread used last.
     #[inline]
-    pub(super) fn heap_for(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &SpinLock<Heap>)> {
+    pub(super) fn heap_for(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &BiasedLock<Heap>)> {
         match self.key.last_of(&self.heaps, stream, pool) {
             Some(last) => Ok(last),
             None => self.find_heap(stream, pool),
@@ -193,7 +193,7 @@ impl PagedDevice {
     }
 
     #[cold]
-    fn find_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &SpinLock<Heap>)> {
+    fn find_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &BiasedLock<Heap>)> {
         let known = self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied();
         let heap = match known {
             Some(heap) => heap,
@@ -296,14 +296,14 @@ impl PagedDevice {
 
     /// The heap, if it is the one that the thread used last.
     #[inline]
-    pub(super) fn last_heap(&self, number: u32) -> Option<&SpinLock<Heap>> {
+    pub(super) fn last_heap(&self, number: u32) -> Option<&BiasedLock<Heap>> {
         self.key.last_numbered(&self.heaps, number)
     }
 
     /// The heap of a request, if that is all it needs: it is for the default pool, nothing else is to be looked after,
     /// and the thread used that heap last.
     #[inline]
-    pub(super) fn heap_of_plain(&self, request: &Request) -> Option<(u32, &SpinLock<Heap>)> {
+    pub(super) fn heap_of_plain(&self, request: &Request) -> Option<(u32, &BiasedLock<Heap>)> {
         let is_plain = request.pool.is_none()
             && (1..SizeRules::REQUEST_TOO_LARGE).contains(&request.bytes)
             && self.is_undisturbed()
@@ -313,7 +313,7 @@ impl PagedDevice {
 
     /// The heap of an address, if the thread used that last, and where in it the address is.
     #[inline(always)]
-    pub(super) fn last_heap_at(&self, ptr: DevicePtr) -> Option<(&SpinLock<Heap>, SegmentKind, u32)> {
+    pub(super) fn last_heap_at(&self, ptr: DevicePtr) -> Option<(&BiasedLock<Heap>, SegmentKind, u32)> {
         let (number, cell) = self.key.last(&self.heaps)?;
         let (kind, range) = self.space.locate_in(number, ptr)?;
         (!self.instance().is_inherited()).then_some((cell, kind, range))

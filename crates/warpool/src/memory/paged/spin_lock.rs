@@ -14,13 +14,19 @@ use std::time::Duration;
 
 use super::sync::{AtomicBool, Ordering, spin_loop, yield_now};
 
+/// Whether a thread is inside. The lock itself, without what it protects.
+#[derive(Debug, Default)]
+pub(super) struct Spin {
+    held: AtomicBool,
+}
+
 /// A value under a spin lock. Not poisoned by panics: every holder changes the value in one step that cannot panic, or
 /// leaves it valid at each point where it can.
 #[derive(Debug, Default)]
 // Processors fetch two lines at once: nothing of another lock is in either.
 #[repr(align(128))]
 pub(in crate::memory) struct SpinLock<T> {
-    held: AtomicBool,
+    spin: Spin,
     value: UnsafeCell<T>,
 }
 
@@ -35,43 +41,63 @@ pub(in crate::memory) struct SpinGuard<'a, T> {
     stays: PhantomData<*mut T>,
 }
 
+impl Spin {
+    #[inline]
+    pub(super) fn lock(&self) {
+        if self.held.swap(true, Ordering::Acquire) {
+            self.wait();
+        }
+    }
+
+    /// The same, if no thread holds it. Returns whether it did.
+    fn try_lock(&self) -> bool {
+        !self.held.load(Ordering::Relaxed) && !self.held.swap(true, Ordering::Acquire)
+    }
+
+    /// Storing `false` here, with release ordering, releases the lock.
+    #[inline]
+    pub(super) fn held(&self) -> &AtomicBool {
+        &self.held
+    }
+
+    #[cold]
+    fn wait(&self) {
+        wait_until(|| self.try_lock());
+    }
+}
+
+/// Spins, then yields, then sleeps, until `done` returns `true`.
+pub(super) fn wait_until(mut done: impl FnMut() -> bool) {
+    const SPINS: u32 = 200;
+    const YIELDS: u32 = 50;
+    let mut attempt = 0;
+    while !done() {
+        attempt += 1;
+        if attempt < SPINS {
+            spin_loop();
+        } else if attempt < SPINS + YIELDS {
+            yield_now();
+        } else {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+}
+
 impl<T> SpinLock<T> {
+    #[cfg(test)]
     pub(in crate::memory) fn new(value: T) -> Self {
-        Self { held: AtomicBool::new(false), value: UnsafeCell::new(value) }
+        Self { spin: Spin::default(), value: UnsafeCell::new(value) }
     }
 
     #[inline]
     pub(in crate::memory) fn lock(&self) -> SpinGuard<'_, T> {
-        if self.held.swap(true, Ordering::Acquire) {
-            self.wait();
-        }
+        self.spin.lock();
         SpinGuard { lock: self, stays: PhantomData }
     }
 
     /// The same, if no thread holds it.
     pub(in crate::memory) fn try_lock(&self) -> Option<SpinGuard<'_, T>> {
-        let free = !self.held.load(Ordering::Relaxed) && !self.held.swap(true, Ordering::Acquire);
-        free.then(|| SpinGuard { lock: self, stays: PhantomData })
-    }
-
-    #[cold]
-    fn wait(&self) {
-        const SPINS: u32 = 200;
-        const YIELDS: u32 = 50;
-        let mut attempt = 0;
-        loop {
-            if !self.held.load(Ordering::Relaxed) && !self.held.swap(true, Ordering::Acquire) {
-                return;
-            }
-            attempt += 1;
-            if attempt < SPINS {
-                spin_loop();
-            } else if attempt < SPINS + YIELDS {
-                yield_now();
-            } else {
-                std::thread::sleep(Duration::from_micros(50));
-            }
-        }
+        self.spin.try_lock().then(|| SpinGuard { lock: self, stays: PhantomData })
     }
 }
 
@@ -96,6 +122,6 @@ impl<T> DerefMut for SpinGuard<'_, T> {
 impl<T> Drop for SpinGuard<'_, T> {
     #[inline]
     fn drop(&mut self) {
-        self.lock.held.store(false, Ordering::Release);
+        self.lock.spin.held.store(false, Ordering::Release);
     }
 }

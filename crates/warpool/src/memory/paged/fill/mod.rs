@@ -23,6 +23,7 @@ use warpool_driver::StreamId;
 
 use crate::memory::limit::share_of;
 use crate::memory::paged::address_space::Location;
+use crate::memory::paged::biased_lock::BiasedLock;
 use crate::memory::paged::device::PagedDevice;
 use crate::memory::paged::heap::{Heap, kind_of, rounded};
 use crate::memory::paged::old_mappings;
@@ -30,7 +31,6 @@ use crate::memory::paged::page_set::PageSet;
 use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::pages::{Mapping, PageId, PageTable, Slot};
 use crate::memory::paged::reclaim;
-use crate::memory::paged::spin_lock::SpinLock;
 use crate::memory::paged::supply::Supply;
 use crate::memory::paged::window::{self, Window};
 use crate::memory::report::EntryDetails;
@@ -76,7 +76,7 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
 struct Fill<'a> {
     device: &'a PagedDevice,
     request: FillRequest,
-    cell: &'a SpinLock<Heap>,
+    cell: &'a BiasedLock<Heap>,
     details: &'a EntryDetails,
     table: &'a mut PageTable,
     /// Whether other heaps are asked too, since this one has not enough.
