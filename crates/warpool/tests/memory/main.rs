@@ -16,6 +16,7 @@ mod out_of_memory;
 mod panics;
 mod placement;
 mod pools;
+mod recent;
 mod reentrancy;
 mod settings_extremes;
 mod stats;

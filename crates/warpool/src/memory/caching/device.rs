@@ -1,13 +1,13 @@
 //! One device of the caching allocator: its state under its lock, and what the driver calls around it need.
 //!
-//! Locks: `state` is held for one step, never during a driver call. `slow` is held by the one thread that allocates
+//! Locks: `state` is held for one step, mostly of some ten nanoseconds, never during a driver call. `slow` is held by the one thread that allocates
 //! memory from the driver or returns it; it is taken before `state`. User code (observers, upstreams, destructors of
 //! what users passed in) runs with neither.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use warpool_driver::{DeviceId, Driver, ShareKind, StreamId};
 
@@ -17,6 +17,7 @@ use super::stream_classes::StreamClasses;
 use crate::capture::{CaptureSafe, CaptureStatus, RelaxedMode};
 use crate::memory::capture_count::CaptureCount;
 use crate::memory::limit::Limits;
+use crate::memory::paged::spin_lock::{SpinGuard, SpinLock};
 use crate::memory::report::{EntryDetails, HistoryFlags};
 use crate::memory::scopes::Scopes;
 use crate::memory::{Allocation, HistoryOptions, MemPoolId, Observers, Settings, StackLevel};
@@ -91,7 +92,7 @@ pub(super) struct CachingDevice {
     /// How mapped memory can be shared with other processes.
     pub(super) share: Option<ShareKind>,
     virtual_memory: bool,
-    state: Mutex<DeviceState>,
+    state: SpinLock<DeviceState>,
     slow: SlowLock,
     limits: Mutex<Limits>,
     pub(super) scopes: Scopes,
@@ -119,7 +120,7 @@ impl CachingDevice {
             rdma: properties.rdma,
             share: properties.share_posix_fd.then_some(ShareKind::PosixFd),
             virtual_memory: properties.virtual_memory,
-            state: Mutex::new(DeviceState::new(device.id(), policy)),
+            state: SpinLock::new(DeviceState::new(device.id(), policy)),
             slow: SlowLock::default(),
             limits: Mutex::new(limits),
             scopes: Scopes::default(),
@@ -150,8 +151,16 @@ impl CachingDevice {
     /// The device's lock, for steps whose results must stay in registers. All others are by [`change`](Self::change)
     /// and [`with`](Self::with).
     #[inline]
-    pub(super) fn lock_state(&self) -> MutexGuard<'_, DeviceState> {
-        lock(&self.state)
+    pub(super) fn lock_state(&self) -> SpinGuard<'_, DeviceState> {
+        let mut state = self.lock_unsettled();
+        state.settle();
+        state
+    }
+
+    /// The same, for the steps that go on with the last allocation: they settle it themselves if it is another.
+    #[inline]
+    pub(super) fn lock_unsettled(&self) -> SpinGuard<'_, DeviceState> {
+        self.state.lock()
     }
 
     /// One step under the device's lock. Trackers do not see its entries yet: [`report`](Self::report) shows them.
@@ -180,7 +189,7 @@ impl CachingDevice {
     #[cold]
     pub(super) fn show<R, D>(
         &self,
-        mut state: MutexGuard<'_, DeviceState>,
+        mut state: SpinGuard<'_, DeviceState>,
         result: R,
         undo: impl FnOnce(&mut DeviceState, R) -> D,
     ) -> R {
@@ -208,7 +217,7 @@ impl CachingDevice {
     /// Reads the state.
     #[inline]
     pub(super) fn read<R>(&self, read: impl FnOnce(&DeviceState) -> R) -> R {
-        read(&lock(&self.state))
+        read(&self.lock_state())
     }
 
     /// Takes the lock for allocating memory from the driver and for returning it.

@@ -45,6 +45,12 @@ impl Stat {
         self.freed += by;
     }
 
+    /// Adds and subtracts `by`, or the other way round; the value was as high before.
+    pub(crate) fn repeat(&mut self, by: u64) {
+        self.allocated += by;
+        self.freed += by;
+    }
+
     /// Sets the peak to the current value.
     pub fn reset_peak(&mut self) {
         self.peak = self.current;
@@ -82,6 +88,12 @@ impl StatByKind {
     pub fn decrease(&mut self, kind: SegmentKind, by: u64) {
         self.all.decrease(by);
         self.of_mut(kind).decrease(by);
+    }
+
+    /// Adds `by` to that kind and to all and subtracts it, or the other way round; the values were as high before.
+    pub(crate) fn repeat(&mut self, kind: SegmentKind, by: u64) {
+        self.all.repeat(by);
+        self.of_mut(kind).repeat(by);
     }
 
     #[inline]

@@ -8,7 +8,7 @@ use crate::memory::caching::CachingAllocator;
 use crate::memory::caching::device::{CachingDevice, PoolVisit};
 use crate::memory::caching::heap::BlockKey;
 use crate::memory::caching::pending::PendingFrees;
-use crate::memory::caching::state::{DeviceState, Search};
+use crate::memory::caching::state::{DeviceState, Search, ToFree};
 use crate::memory::caching::{slow_path, source};
 use crate::memory::report::EntryDetails;
 use crate::memory::report::StackIds;
@@ -33,23 +33,23 @@ enum Freed {
 }
 
 impl CachingDevice {
-    /// Frees the block that `find` finds, if there is one. If other streams may still use it, `fence` gets it.
+    /// Frees a block, if there is one. If other streams may still use it, `fence` gets it.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the hot path; see `Freed`")]
-    fn free(
-        &self,
-        find: impl Fn(&DeviceState) -> Option<BlockKey>,
-        fence: impl FnOnce(&Self, BlockKey, &EntryDetails),
-    ) -> Freed {
-        if self.shared().tracks_suballocations() && !self.report_free(&find) {
+    fn free(&self, to_free: ToFree<'_>, fence: impl FnOnce(&Self, BlockKey, &EntryDetails)) -> Freed {
+        if self.shared().tracks_suballocations() && !self.report_free(to_free) {
             return Freed::Unknown;
         }
         if self.collects_details() {
-            return self.free_recorded(find, fence);
+            return self.free_recorded(to_free, fence);
         }
         let details = EntryDetails::not_recorded();
-        let mut state = self.lock_state();
-        let (freed, block) = free_found(&mut state, find, details);
+        let mut state = self.lock_unsettled();
+        if state.free_recent(to_free) {
+            return Freed::Completed;
+        }
+        state.settle();
+        let (freed, block) = free_found(&mut state, to_free, details);
         if state.has_unreported() {
             self.show(state, (), |state, ()| fence_later(state, (freed, block)));
         } else {
@@ -64,20 +64,16 @@ impl CachingDevice {
     /// The same where a history is recorded or trackers see the free: also if user code panics meanwhile. Not `cold`:
     /// with a history on, this is the hot path.
     #[inline(never)]
-    fn free_recorded(
-        &self,
-        find: impl Fn(&DeviceState) -> Option<BlockKey>,
-        fence: impl FnOnce(&Self, BlockKey, &EntryDetails),
-    ) -> Freed {
+    fn free_recorded(&self, to_free: ToFree<'_>, fence: impl FnOnce(&Self, BlockKey, &EntryDetails)) -> Freed {
         let unwinds = OnUnwind::new(|| {
             self.change(|state| {
-                let freed = free_found(state, &find, EntryDetails::not_recorded());
+                let freed = free_found(state, to_free, EntryDetails::not_recorded());
                 fence_later(state, freed);
             });
         });
         let details = self.entry_details(StackLevel::All);
         unwinds.disarm();
-        let (freed, block) = self.with(|state| free_found(state, &find, &details), fence_later);
+        let (freed, block) = self.with(|state| free_found(state, to_free, &details), fence_later);
         if freed == Freed::Pending {
             fence(self, block, &details);
         }
@@ -87,9 +83,9 @@ impl CachingDevice {
     /// Reports a free to a driver that tracks suballocations, before another request can get the block. Memory of a
     /// private pool may be a graph's, whose replays go on using what its capture freed. Returns whether there is one.
     #[cold]
-    fn report_free(&self, find: impl Fn(&DeviceState) -> Option<BlockKey>) -> bool {
+    fn report_free(&self, to_free: ToFree<'_>) -> bool {
         let found = self.read(|state| {
-            let block = find(state)?;
+            let block = to_free.find(state.heap())?;
             let entry = state.heap().block(block);
             let pool = state.heap().block_pool_of(entry.segment()).pool();
             Some((state.allocation(block), pool, entry.is_held()))
@@ -105,7 +101,7 @@ impl CachingDevice {
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the hot path; see `Freed`")]
     fn free_at(&self, ptr: DevicePtr) -> Freed {
-        self.free(|state| state.heap().allocated_at(ptr), Self::fence_pending)
+        self.free(ToFree::Address(ptr), Self::fence_pending)
     }
 
     /// Fences a block whose free is pending. It is freed whatever happens: what fails is retried by the next call,
@@ -119,15 +115,11 @@ impl CachingDevice {
     }
 }
 
-/// Frees the block that `find` finds, if there is one and no graph holds it. Returns it too.
+/// Frees a block, if there is one and no graph holds it. Returns it too.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "the hot path; see `Freed`")]
-fn free_found(
-    state: &mut DeviceState,
-    find: impl Fn(&DeviceState) -> Option<BlockKey>,
-    details: &EntryDetails,
-) -> (Freed, BlockKey) {
-    let Some(block) = find(state) else { return (Freed::Unknown, BlockKey::default()) };
+fn free_found(state: &mut DeviceState, to_free: ToFree<'_>, details: &EntryDetails) -> (Freed, BlockKey) {
+    let Some(block) = to_free.find(state.heap()) else { return (Freed::Unknown, BlockKey::default()) };
     if state.heap().block(block).is_held() {
         return (Freed::Held, block);
     }
@@ -195,7 +187,15 @@ impl CachingAllocator {
             return None;
         }
         let pool = request.pool.unwrap_or(MemPoolId::DEFAULT);
-        let allocation = device.lock_state().allocate_plain(pool, request.stream, request.bytes)?;
+        let mut state = device.lock_unsettled();
+        let allocation = match state.allocate_recent(pool, request.stream, request.bytes) {
+            Some(allocation) => allocation,
+            None => {
+                state.settle();
+                state.allocate_plain(pool, request.stream, request.bytes)?
+            }
+        };
+        drop(state);
         device.report_allocated(&allocation);
         Some(allocation)
     }
@@ -356,7 +356,7 @@ impl DeviceAllocator for CachingAllocator {
             return self.free_raw(allocation.ptr);
         }
         let ptr = allocation.ptr;
-        match device.free(|state| state.heap().allocated(&allocation), CachingDevice::fence_pending) {
+        match device.free(ToFree::Allocation(&allocation), CachingDevice::fence_pending) {
             Freed::Unknown => Err(Error::UnknownPointer { ptr }),
             Freed::Completed | Freed::Pending => Ok(()),
             Freed::Held => Err(Error::HeldByGraph { ptr }),
@@ -369,10 +369,9 @@ impl DeviceAllocator for CachingAllocator {
             self.free_direct_later(allocation.ptr);
             return;
         }
-        device.free(
-            |state| state.heap().allocated(&allocation),
-            |device, block, _| device.change(|state| state.fence_later(block)),
-        );
+        device.free(ToFree::Allocation(&allocation), |device, block, _| {
+            device.change(|state| state.fence_later(block));
+        });
     }
 
     fn hold(&self, allocation: Allocation, _: GraphKey) -> Result<()> {

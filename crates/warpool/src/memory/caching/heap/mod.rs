@@ -510,6 +510,11 @@ impl Heap {
         block
     }
 
+    /// An allocated block was allocated so often.
+    pub(super) fn set_generation(&mut self, key: BlockKey, generation: u32) {
+        self.blocks[key].generation = generation;
+    }
+
     /// An allocated block is freed: its free is pending from here on.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]

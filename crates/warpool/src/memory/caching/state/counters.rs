@@ -150,6 +150,33 @@ impl Counters {
         }
     }
 
+    /// An allocated block was freed and allocated again as before, so many times: only the sums change.
+    pub(crate) fn repeated(&mut self, taken: &Taken, block: &Block, oversize: bool, times: u64) {
+        let (kind, stats) = (block.kind(), &mut self.stats);
+        for stat in [&mut stats.allocation, &mut stats.active] {
+            stat.repeat(kind, times);
+        }
+        for stat in [&mut stats.allocated_bytes, &mut stats.active_bytes] {
+            stat.repeat(kind, times * block.size());
+        }
+        stats.requested_bytes.repeat(kind, times * block.requested());
+        if oversize {
+            stats.oversize_allocations.repeat(times);
+        }
+        if block.is_expandable() {
+            return;
+        }
+        // What `taken` changes, `free_completed` changes back.
+        let (blocks, bytes) = match (taken.was_split, taken.rest) {
+            (true, Some(_)) => (0, block.size()),
+            (true, None) => (1, block.size()),
+            (false, Some(rest)) => (1, rest),
+            (false, None) => (0, 0),
+        };
+        stats.inactive_split.repeat(kind, times * blocks);
+        stats.inactive_split_bytes.repeat(kind, times * bytes);
+    }
+
     /// `max_split_size` changed: blocks and segments freed later are judged by the new one.
     pub(crate) fn set_oversize(&mut self, max_split_stat: i64, (allocations, segments): (u64, u64)) {
         self.stats.max_split_size = max_split_stat;

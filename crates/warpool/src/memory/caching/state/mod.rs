@@ -6,6 +6,7 @@ mod counters;
 mod deferred;
 mod policy;
 mod pools;
+mod recent;
 mod segments;
 mod snapshot;
 
@@ -16,6 +17,8 @@ use self::counters::Counters;
 use self::deferred::DeferredFrees;
 pub(super) use self::policy::Policy;
 use self::pools::{Pool, Pools};
+use self::recent::Recent;
+pub(super) use self::recent::ToFree;
 use self::segments::DriverRetries;
 use super::heap::{BlockKey, BlockPoolKey, BlockRequest, BlockStatus, Heap, SegmentKey, Taken};
 use crate::memory::HistoryOptions;
@@ -38,6 +41,7 @@ pub(super) struct DeviceState {
     counters: Counters,
     recorder: HistoryRecorder,
     retries: DriverRetries,
+    recent: Option<Recent>,
     /// What upstreams are being asked for.
     upstream_bytes_in_flight: u64,
 }
@@ -66,6 +70,7 @@ impl DeviceState {
             policy,
             recorder: HistoryRecorder::default(),
             retries: DriverRetries::default(),
+            recent: None,
             upstream_bytes_in_flight: 0,
         }
     }
@@ -161,7 +166,9 @@ impl DeviceState {
         let block_pools = self.pools.serving(pool)?;
         let request = self.request_in(block_pools, pool, stream, requested);
         let taken = self.heap.take_best_fit(&request, &self.policy.sizes)?;
-        Some(self.allocate_taken(&taken, requested, stream, EntryDetails::not_recorded()))
+        let allocation = self.allocate_taken(&taken, requested, stream, EntryDetails::not_recorded());
+        self.set_recent(pool, allocation, taken);
+        Some(allocation)
     }
 
     /// Allocates a cached block, or enters the pool.

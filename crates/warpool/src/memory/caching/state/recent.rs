@@ -1,0 +1,122 @@
+//! The block that was allocated last, as long as nothing else happens but that it is freed and allocated again.
+//!
+//! A program that frees the block which it has just allocated, and then requests the same again, gets the same block:
+//! the free merges it with what it was split off, which leaves the heap as it was, and the request splits it off again.
+//! So neither is carried out: the block is noted as freed, and handed out once more. Every other step on the device
+//! [settles](DeviceState::settle) this first, so that no step sees a block which the program has freed, or statistics
+//! that lack a request.
+
+use warpool_driver::{DevicePtr, StreamId};
+
+use super::DeviceState;
+use crate::memory::caching::heap::{BlockKey, Heap, Taken};
+use crate::memory::report::EntryDetails;
+use crate::memory::{Allocation, MemPoolId};
+
+/// The last allocation. It was made without a history, pending frees or ages of free blocks, and nothing happened
+/// since: no stream used it, no graph holds it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Recent {
+    pool: MemPoolId,
+    allocation: Allocation,
+    taken: Taken,
+    /// Whether the program has freed it.
+    freed: bool,
+    /// How often it was freed and allocated again.
+    repeats: u64,
+}
+
+/// What a free is given.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::memory::caching) enum ToFree<'a> {
+    /// An address.
+    Address(DevicePtr),
+    /// An allocation; another one at the same address is not freed.
+    Allocation(&'a Allocation),
+}
+
+impl ToFree<'_> {
+    /// The allocated block, if there is one.
+    #[inline]
+    pub(in crate::memory::caching) fn find(self, heap: &Heap) -> Option<BlockKey> {
+        match self {
+            Self::Address(ptr) => heap.allocated_at(ptr),
+            Self::Allocation(allocation) => heap.allocated(allocation),
+        }
+    }
+
+    #[inline]
+    fn is(self, recent: &Allocation) -> bool {
+        match self {
+            Self::Address(ptr) => ptr == recent.ptr,
+            Self::Allocation(allocation) => {
+                (allocation.ptr, allocation.slot, allocation.generation) == (recent.ptr, recent.slot, recent.generation)
+            }
+        }
+    }
+}
+
+impl DeviceState {
+    /// Notes the last allocation. Nothing else is noted.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would pass the allocation through memory")]
+    pub(super) fn set_recent(&mut self, pool: MemPoolId, allocation: Allocation, taken: Taken) {
+        self.recent = Some(Recent { pool, allocation, taken, freed: false, repeats: 0 });
+    }
+
+    /// Allocates the last block again, if it was freed and the request is the same.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
+    pub(in crate::memory::caching) fn allocate_recent(
+        &mut self,
+        pool: MemPoolId,
+        stream: StreamId,
+        requested: u64,
+    ) -> Option<Allocation> {
+        let recent = self.recent.as_mut().filter(|recent| {
+            recent.freed
+                && recent.allocation.bytes_requested == requested
+                && recent.allocation.stream == stream
+                && recent.pool == pool
+        })?;
+        recent.freed = false;
+        recent.repeats += 1;
+        recent.allocation.generation = recent.allocation.generation.wrapping_add(1);
+        Some(recent.allocation)
+    }
+
+    /// Frees the last block, if it is that one and was not freed yet.
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "the hot path")]
+    pub(in crate::memory::caching) fn free_recent(&mut self, to_free: ToFree<'_>) -> bool {
+        match &mut self.recent {
+            Some(recent) if !recent.freed && to_free.is(&recent.allocation) => {
+                recent.freed = true;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Carries out what was only noted; before every step but the two above.
+    #[inline]
+    pub(in crate::memory::caching) fn settle(&mut self) {
+        let Some(recent) = self.recent.take() else { return };
+        if recent.freed || recent.repeats > 0 {
+            self.settle_recent(&recent);
+        }
+    }
+
+    fn settle_recent(&mut self, recent: &Recent) {
+        let Recent { allocation, taken, .. } = recent;
+        if recent.repeats > 0 {
+            self.heap.set_generation(taken.block, allocation.generation);
+            let oversize = self.policy.sizes.is_oversize(allocation.bytes);
+            self.counters.repeated(taken, self.heap.block(taken.block), oversize, recent.repeats);
+        }
+        if recent.freed {
+            let in_use = self.free(taken.block, EntryDetails::not_recorded());
+            assert!(!in_use, "only its own stream used a block since it was allocated");
+        }
+    }
+}
