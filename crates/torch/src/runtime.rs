@@ -171,6 +171,15 @@ pub(crate) fn allocate_pinned_cached(bytes: usize) -> Option<HostBlock> {
     here()?.pinned.allocate_cached(bytes as u64)
 }
 
+/// Frees pinned memory, the hot path. Returns it, and nothing has changed, if anything else is to be done.
+#[inline]
+pub(crate) fn free_pinned_cached(block: HostBlock) -> std::result::Result<(), HostBlock> {
+    match here() {
+        Some(runtime) => runtime.pinned.allocator().free_cached(block),
+        None => Err(block),
+    }
+}
+
 /// The runtime of the process, if it is started and was not before a fork.
 #[inline]
 fn here() -> Option<&'static Runtime> {

@@ -68,10 +68,19 @@ pub unsafe extern "C" fn warpool_pinned_allocate(
 /// `block` came from `warpool_pinned_allocate`, and is not used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_pinned_free(block: *mut c_void) {
+    // SAFETY: it came from `into_raw` by this function's contract.
+    let block = unsafe { HostBlock::from_raw(block.cast_const().cast()) };
+    // After a panic it may be freed already: not a second time.
+    if let Ok(Some(block)) = boundary::attempt(|| runtime::free_pinned_cached(block).err()) {
+        free(block);
+    }
+}
+
+/// Frees in every other case.
+#[inline(never)]
+fn free(block: HostBlock) {
     static LOG: FailureLog = FailureLog::new("warpool_pinned_free");
     boundary::run_logged(&LOG, || {
-        // SAFETY: it came from `into_raw` by this function's contract.
-        let block = unsafe { HostBlock::from_raw(block.cast_const().cast()) };
         match runtime::get() {
             Ok(runtime) => Ok(runtime.pinned.allocator().free(block)?),
             // In a forked child, where it does nothing.

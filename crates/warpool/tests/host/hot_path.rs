@@ -2,6 +2,7 @@
 
 use std::thread;
 
+use warpool::driver::HostPtr;
 use warpool::memory::HostBlock;
 
 use super::context::{KIB, MIB, TestContext};
@@ -38,6 +39,66 @@ fn the_newest_cached_block_is_reused_first() {
     assert_eq!(reused, ptrs);
     drop(again);
     context.finish();
+}
+
+/// Two allocators run the same random program; one is asked for its statistics after every step, the other seldom. What
+/// is compared of addresses is which are the same: each has its own. Sizes of size classes only: of larger blocks the
+/// smallest that fits is taken, but the last one first.
+#[test]
+fn repeated_pairs_leave_blocks_and_statistics_as_they_are() {
+    for seed in 0..20 {
+        println!("seed {seed}");
+        let mut rng = Rng::new(seed);
+        let mut sides = [(); 2].map(|()| (TestContext::new(""), Vec::<HostBlock>::new()));
+        for step in 0..500 {
+            let bytes = [100, 4 * KIB, 5000, 256 * KIB][rng.below(4)] - rng.u64_below(3);
+            let (draw, pairs, chosen, by_drop) = (rng.below(8), rng.below(4), rng.below(64), rng.below(2) == 0);
+            let mut seen = [Vec::new(), Vec::new()];
+            for (number, ((context, live), seen)) in sides.iter_mut().zip(&mut seen).enumerate() {
+                let read = || drop((number == 0).then(|| context.stats()));
+                let free = |block: HostBlock| match by_drop {
+                    true => drop(block),
+                    false => assert!(context.pinned.free_cached(block).is_ok(), "nothing about it is unusual"),
+                };
+                match draw {
+                    0..5 => {
+                        for _ in 0..pairs {
+                            let block = context.pinned.allocate(bytes).unwrap();
+                            read();
+                            seen.push((block.ptr(), block.bytes(), block.bytes_usable()));
+                            free(block);
+                            read();
+                        }
+                        live.push(context.pinned.allocate(bytes).unwrap());
+                    }
+                    5 if pairs == 0 => context.pinned.reset_peak_stats(),
+                    5 if pairs == 1 => context.pinned.reset_accumulated_stats(),
+                    5 if pairs == 2 => drop(context.trim(0)),
+                    _ if !live.is_empty() => free(live.swap_remove(chosen % live.len())),
+                    _ => {}
+                }
+                read();
+                seen.extend(live.iter().map(|block| (block.ptr(), block.bytes(), block.bytes_usable())));
+            }
+            let [often, seldom] = seen.map(|seen| {
+                let first = |ptr: HostPtr| seen.iter().position(|&(other, ..)| other == ptr);
+                seen.iter().map(|&(ptr, bytes, usable)| (first(ptr), bytes, usable)).collect::<Vec<_>>()
+            });
+            assert_eq!(often, seldom, "blocks in step {step}");
+            if step % 16 == 0 {
+                let [often, seldom] = [0, 1].map(|side| {
+                    sides[side].0.pinned.check();
+                    let stats = sides[side].0.stats();
+                    (stats.active_requests, stats.active_bytes, stats.cached_bytes)
+                });
+                assert_eq!(often, seldom, "statistics in step {step}");
+            }
+        }
+        for (context, live) in sides {
+            drop(live);
+            context.finish();
+        }
+    }
 }
 
 #[test]

@@ -37,7 +37,11 @@ impl Shared {
             return None;
         }
         let home = self.front.of_thread();
-        let block = self.front.take(home, &Fit::of(bytes, device, self.limits.round_max()))?;
+        let fit = || Fit::of(bytes, device, self.limits.round_max());
+        let block = match device {
+            None => self.front.take_recent_or(home, bytes, fit)?,
+            Some(_) => self.front.take(home, &fit())?,
+        };
         block.set_allocated(home, bytes);
         Some(HostBlock::new(block))
     }
@@ -233,6 +237,29 @@ impl Shared {
         }
     }
 
+    /// Frees one of this allocator's own blocks, if it goes to its front cache and nothing else is to be done. Returns
+    /// it, and nothing has changed, if it takes more.
+    #[inline]
+    pub(super) fn free_cached(&self, block: Arc<PinnedBlock>) -> std::result::Result<(), Arc<PinnedBlock>> {
+        if block.flags() != 0 || !self.history.is_off() || self.instance.is_inherited() || !self.keeps(&block) {
+            return Err(block);
+        }
+        block.set_state(PinnedState::Free);
+        match self.front.free(block, true) {
+            Ok(()) => Ok(()),
+            Err(block) => {
+                self.merge_cold(block);
+                Ok(())
+            }
+        }
+    }
+
+    /// The cache has no room for a block that is kept.
+    #[cold]
+    fn merge_cold(&self, block: Arc<PinnedBlock>) {
+        self.merge(&[block]);
+    }
+
     #[inline]
     fn free_now(&self, block: Arc<PinnedBlock>) -> Result<()> {
         if block.flags() == 0 && self.history.is_off() {
@@ -264,7 +291,7 @@ impl Shared {
     }
 
     /// Frees a block in a destructor: driver calls are left to the next call.
-    #[inline]
+    #[inline(never)]
     pub(super) fn free_later(block: Arc<PinnedBlock>) {
         let keep = Arc::clone(&block);
         let shared = keep.shared();

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use warpool_driver::{DeviceId, HostPtr, StreamId};
 
 use super::Shared;
+use super::size_class::class_of_block;
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{MemPoolId, Stack};
 use crate::{Error, Instance, Result, Stream, lock};
@@ -64,6 +65,8 @@ pub(super) struct PinnedBlock {
     /// The shard of its segment. Only a segment without blocks moves to another.
     shard: u32,
     device: DeviceId,
+    /// The size class of its size, if that is one.
+    class: Option<u8>,
     state: AtomicU8,
     flags: AtomicU8,
     /// The front cache that it was taken from or counted in.
@@ -117,6 +120,7 @@ impl PinnedBlock {
             segment,
             shard: shard as u32,
             device,
+            class: class_of_block(size),
             state: AtomicU8::new(PinnedState::Free as u8),
             flags: AtomicU8::new(0),
             home: AtomicU32::new(0),
@@ -138,6 +142,11 @@ impl PinnedBlock {
     #[inline]
     pub(super) fn size(&self) -> u64 {
         self.size
+    }
+
+    #[inline]
+    pub(super) fn class(&self) -> Option<u8> {
+        self.class
     }
 
     pub(super) fn segment(&self) -> u64 {
@@ -222,6 +231,7 @@ impl HostBlock {
 
     /// Its address, for the host and for every device; null if it is empty.
     #[must_use]
+    #[inline]
     pub fn ptr(&self) -> HostPtr {
         HostPtr(self.block.as_ref().map_or(0, |block| block.ptr))
     }
@@ -327,6 +337,7 @@ impl HostBlock {
 impl Drop for HostBlock {
     #[inline]
     fn drop(&mut self) {
+        // A call, so that the owner of an empty one, as `into_raw` leaves it, has only the test.
         if let Some(block) = self.block.take() {
             Shared::free_later(block);
         }

@@ -6,6 +6,9 @@
 //! that finds none of the size it needs, neither here nor in its shard of the heap, takes one from another cache; that
 //! block is its own cache's from then on. Nothing here belongs to a thread, so threads may end at any time. Rule: under
 //! a cache's lock there is no driver call and no other lock.
+//!
+//! The block that was freed last is in no list yet, and its free is not counted: the next request of the same size takes
+//! it back, which changes no current value and no peak. Every other step puts it into its list first.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -15,7 +18,7 @@ use super::block::PinnedBlock;
 use super::size_class::{CLASSES, Fit, SMALL_MAX, class_of_block};
 use super::stats::HostStats;
 use crate::memory::Stat;
-use crate::memory::paged::spin_lock::SpinLock;
+use crate::memory::paged::spin_lock::{SpinGuard, SpinLock};
 use crate::steps;
 
 /// How many blocks of one class a cache keeps.
@@ -62,6 +65,10 @@ impl Kind {
 struct Aligned(SpinLock<FrontCache>);
 
 struct FrontCache {
+    /// The block that was freed last. There is room for it.
+    recent: Option<Arc<PinnedBlock>>,
+    /// The request that it served; 0 without one.
+    recent_bytes: u64,
     classes: [Vec<Arc<PinnedBlock>>; CLASSES],
     /// Large blocks, and unrounded ones, with their sizes: a search reads no block that does not fit.
     unclassed: Vec<(u64, Arc<PinnedBlock>)>,
@@ -75,6 +82,8 @@ struct FrontCache {
 impl Default for FrontCache {
     fn default() -> Self {
         Self {
+            recent: None,
+            recent_bytes: 0,
             classes: [const { Vec::new() }; CLASSES],
             unclassed: Vec::new(),
             bytes: 0,
@@ -102,10 +111,26 @@ impl FrontCaches {
         thread_number() as usize & (self.caches.len() - 1)
     }
 
-    /// A block that fits, counted as allocated.
+    /// A cache, with every block in its list and every free counted.
+    fn settled(&self, at: usize) -> SpinGuard<'_, FrontCache> {
+        let mut cache = self.caches[at].0.lock();
+        cache.settle();
+        cache
+    }
+
+    /// The block that was freed last, if it served such a request, or else a block that fits; counted as allocated.
     #[inline]
+    pub(super) fn take_recent_or(&self, at: usize, bytes: u64, fit: impl FnOnce() -> Fit) -> Option<Arc<PinnedBlock>> {
+        let mut cache = self.caches[at].0.lock();
+        match cache.take_recent(bytes) {
+            Some(block) => Some(block),
+            None => cache.settle_and_take(&fit()),
+        }
+    }
+
+    /// A block that fits, counted as allocated.
     pub(super) fn take(&self, at: usize, fit: &Fit) -> Option<Arc<PinnedBlock>> {
-        self.caches[at].0.lock().take(fit)
+        self.settled(at).take(fit)
     }
 
     /// A block that fits from a cache but `own` that no thread has locked. It is not counted: it moves to `own`.
@@ -114,18 +139,20 @@ impl FrontCaches {
         let others = (1..self.caches.len()).map(|step| own ^ step);
         others.filter(|&other| self.used[other].load(Ordering::Relaxed)).find_map(|other| {
             steps::count();
-            self.caches[other].0.try_lock()?.remove(fit)
+            let mut cache = self.caches[other].0.try_lock()?;
+            cache.settle();
+            cache.remove(fit)
         })
     }
 
     /// Counts a block as allocated that was not taken from the thread's cache.
     pub(super) fn count_allocated(&self, at: usize, size: u64) {
-        self.caches[at].0.lock().count_allocated(size);
+        self.settled(at).count_allocated(size);
     }
 
     /// Counts a block as free that is not put into a cache.
     pub(super) fn count_freed(&self, at: usize, size: u64) {
-        self.caches[at].0.lock().count_freed(size);
+        self.settled(at).count_freed(size);
     }
 
     /// Counts a block as free and caches it; returns it if there is no room or it is not to be kept.
@@ -133,11 +160,13 @@ impl FrontCaches {
     pub(super) fn free(&self, block: Arc<PinnedBlock>, keep: bool) -> Result<(), Arc<PinnedBlock>> {
         let home = block.home();
         let mut cache = self.caches[home].0.lock();
-        cache.count_freed(block.size());
-        if !keep {
+        cache.settle();
+        if !keep || !cache.has_room(&block) {
+            cache.count_freed(block.size());
             return Err(block);
         }
-        cache.put(block)?;
+        cache.recent_bytes = block.requested();
+        cache.recent = Some(block);
         drop(cache);
         self.mark_used(home);
         Ok(())
@@ -146,7 +175,7 @@ impl FrontCaches {
     /// Caches a block that was counted as free before; returns it if there is no room.
     pub(super) fn put(&self, block: Arc<PinnedBlock>) -> Result<(), Arc<PinnedBlock>> {
         let home = block.home();
-        self.caches[home].0.lock().put(block)?;
+        self.settled(home).put(block)?;
         self.mark_used(home);
         Ok(())
     }
@@ -166,28 +195,28 @@ impl FrontCaches {
 
     /// Takes out the blocks of one cache, oldest first within a class.
     pub(super) fn drain_one(&self, at: usize, kind: Kind) -> Vec<Arc<PinnedBlock>> {
-        self.caches[at].0.lock().drain(kind)
+        self.settled(at).drain(kind)
     }
 
     /// Takes out the blocks of all caches, one by one, oldest first within a class.
     pub(super) fn drain(&self, kind: Kind) -> impl Iterator<Item = Vec<Arc<PinnedBlock>>> {
-        self.caches.iter().map(move |cache| cache.0.lock().drain(kind)).filter(|blocks| !blocks.is_empty())
+        (0..self.caches.len()).map(move |at| self.settled(at).drain(kind)).filter(|blocks| !blocks.is_empty())
     }
 
     /// Empties the caches for good.
     pub(super) fn close(&self) -> Vec<Arc<PinnedBlock>> {
-        let close = |cache: &Aligned| {
-            let mut cache = cache.0.lock();
+        let close = |at: usize| {
+            let mut cache = self.settled(at);
             cache.closed = true;
             cache.drain(Kind::All)
         };
-        self.caches.iter().flat_map(close).collect()
+        (0..self.caches.len()).flat_map(close).collect()
     }
 
     /// Adds the counters of requests and the cached bytes.
     pub(super) fn add_to(&self, stats: &mut HostStats) {
-        for cache in &self.caches {
-            let cache = cache.0.lock();
+        for at in 0..self.caches.len() {
+            let cache = self.settled(at);
             add(&mut stats.active_requests, cache.requests);
             add(&mut stats.active_bytes, cache.request_bytes);
             stats.cached_bytes += cache.bytes;
@@ -195,8 +224,8 @@ impl FrontCaches {
     }
 
     pub(super) fn for_each_stat(&self, act: fn(&mut Stat)) {
-        for cache in &self.caches {
-            let mut cache = cache.0.lock();
+        for at in 0..self.caches.len() {
+            let mut cache = self.settled(at);
             act(&mut cache.requests);
             act(&mut cache.request_bytes);
         }
@@ -204,11 +233,40 @@ impl FrontCaches {
 
     /// Panics if an invariant does not hold.
     pub(super) fn check(&self) {
-        self.caches.iter().for_each(|cache| cache.0.lock().check());
+        (0..self.caches.len()).for_each(|at| self.settled(at).check());
     }
 }
 
 impl FrontCache {
+    /// The block that was freed last, if it served a request of that size, counted as freed and allocated again.
+    #[inline]
+    fn take_recent(&mut self, bytes: u64) -> Option<Arc<PinnedBlock>> {
+        if self.recent_bytes != bytes {
+            return None;
+        }
+        let block = self.recent.take()?;
+        self.recent_bytes = 0;
+        self.requests.repeat(1);
+        self.request_bytes.repeat(block.size());
+        Some(block)
+    }
+
+    /// Puts the block that was freed last into its list, and counts its free.
+    #[inline]
+    fn settle(&mut self) {
+        if let Some(block) = self.recent.take() {
+            self.recent_bytes = 0;
+            self.count_freed(block.size());
+            self.put_unchecked(block);
+        }
+    }
+
+    #[inline(never)]
+    fn settle_and_take(&mut self, fit: &Fit) -> Option<Arc<PinnedBlock>> {
+        self.settle();
+        self.take(fit)
+    }
+
     #[inline]
     fn take(&mut self, fit: &Fit) -> Option<Arc<PinnedBlock>> {
         let block = self.remove(fit)?;
@@ -245,25 +303,32 @@ impl FrontCache {
         Some(self.unclassed.remove(at).1)
     }
 
-    #[inline]
     fn put(&mut self, block: Arc<PinnedBlock>) -> Result<(), Arc<PinnedBlock>> {
-        let size = block.size();
-        if self.closed || self.bytes + size > BYTES_MAX {
+        if !self.has_room(&block) {
             return Err(block);
         }
-        match class_of_block(size) {
-            Some(class) => {
-                let list = &mut self.classes[usize::from(class)];
-                if list.len() >= CLASS_MAX {
-                    return Err(block);
-                }
-                list.push(block);
-            }
-            None if self.unclassed.len() >= UNCLASSED_MAX => return Err(block),
+        self.put_unchecked(block);
+        Ok(())
+    }
+
+    #[inline]
+    fn has_room(&self, block: &PinnedBlock) -> bool {
+        let has_place = match block.class() {
+            Some(class) => self.classes[usize::from(class)].len() < CLASS_MAX,
+            None => self.unclassed.len() < UNCLASSED_MAX,
+        };
+        has_place && !self.closed && self.bytes + block.size() <= BYTES_MAX
+    }
+
+    /// Puts a block into its list, which has room.
+    #[inline]
+    fn put_unchecked(&mut self, block: Arc<PinnedBlock>) {
+        let size = block.size();
+        match block.class() {
+            Some(class) => self.classes[usize::from(class)].push(block),
             None => self.unclassed.push((size, block)),
         }
         self.bytes += size;
-        Ok(())
     }
 
     #[inline]
@@ -289,6 +354,7 @@ impl FrontCache {
     }
 
     fn check(&self) {
+        assert!(self.recent.is_none() && self.recent_bytes == 0, "the last block is in its list");
         let blocks = self.classes.iter().flatten().chain(self.unclassed.iter().map(|(_, block)| block));
         assert_eq!(self.bytes, blocks.map(|block| block.size()).sum::<u64>(), "bytes of a front cache");
         for (class, list) in self.classes.iter().enumerate() {

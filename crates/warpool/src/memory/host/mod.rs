@@ -243,6 +243,14 @@ impl HostAllocator {
         }
     }
 
+    /// The same if the block is cached and nothing else is to be done, as [`allocate_cached`](Self::allocate_cached).
+    /// Returns the block, and nothing has changed, if it takes more.
+    #[inline]
+    pub fn free_cached(&self, block: HostBlock) -> std::result::Result<(), HostBlock> {
+        let own = block.into_own(self.shared())?;
+        self.shared().free_cached(own).map_err(HostBlock::new)
+    }
+
     /// Pinned memory that counts against that device's cap. No context is created on it; all devices can use the
     /// memory.
     pub fn allocate_for(&self, bytes: u64, device: &Device) -> Result<HostBlock> {

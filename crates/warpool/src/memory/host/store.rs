@@ -48,7 +48,7 @@ impl Shared {
     }
 
     #[inline]
-    fn keeps(&self, block: &PinnedBlock) -> bool {
+    pub(super) fn keeps(&self, block: &PinnedBlock) -> bool {
         block.size() <= self.limits.cached_max()
     }
 
