@@ -1,8 +1,8 @@
 //! One device of the caching allocator: its state under its lock, and what the driver calls around it need.
 //!
-//! Locks: `state` is held for one step, mostly of some ten nanoseconds, never during a driver call. `slow` is held by the one thread that allocates
-//! memory from the driver or returns it; it is taken before `state`. User code (observers, upstreams, destructors of
-//! what users passed in) runs with neither.
+//! Locks: `state` is held for one step, mostly of some ten nanoseconds, never during a driver call. `slow` is held by
+//! the one thread that allocates memory from the driver or returns it; it is taken before `state`. User code
+//! (observers, upstreams, destructors of what users passed in) runs with neither.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -4,8 +4,8 @@
 //! 1. The request is routed to a pool, and rounded to a block size (`size_rules.rs`).
 //! 2. Pending frees are processed, if there are any (`pending.rs`).
 //! 3. The smallest free block of the stream that fits is taken, and split if too much of it would be unused (`heap/`).
-//!    This is the hot path: one lock, no driver call. A request like the last one, whose block was just freed, gets that
-//!    block without a search (`state/recent.rs`).
+//!    This is the hot path: one lock, no driver call. A request like the last one, whose block was just freed, gets
+//!    that block without a search (`state/recent.rs`).
 //! 4. If none fits, the slow path (`slow_path.rs`) allocates memory from the driver or an upstream (`source/`).
 //! 5. Freed, a block that only its own stream used is merged with its free neighbours at once. Others wait for fences
 //!    in the streams that used them (`stream_fence/`).

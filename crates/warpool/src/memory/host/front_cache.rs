@@ -7,8 +7,8 @@
 //! block is its own cache's from then on. Nothing here belongs to a thread, so threads may end at any time. Rule: under
 //! a cache's lock there is no driver call and no other lock.
 //!
-//! The block that was freed last is in no list yet, and its free is not counted: the next request of the same size takes
-//! it back, which changes no current value and no peak. Every other step puts it into its list first.
+//! The block that was freed last is in no list yet, and its free is not counted: the next request of the same size
+//! takes it back, which changes no current value and no peak. Every other step puts it into its list first.
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -84,7 +84,6 @@ pub(super) fn wait_until(mut done: impl FnMut() -> bool) {
 }
 
 impl<T> SpinLock<T> {
-    #[cfg(test)]
     pub(in crate::memory) fn new(value: T) -> Self {
         Self { spin: Spin::default(), value: UnsafeCell::new(value) }
     }
