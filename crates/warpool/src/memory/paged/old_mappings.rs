@@ -11,8 +11,8 @@ use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
 use crate::{Result, lock};
 
-/// At how many addresses a page may be mapped.
-const MAPPED_MAX: usize = 8;
+/// At how many addresses a page may be mapped. A program whose sizes come back needs about as many as it has sizes.
+const MAPPED_MAX: usize = 16;
 
 /// How often events are recorded behind takes from a heap before the first of them have passed. Takes in between get
 /// theirs after that: an old mapping then stays a little longer, which costs addresses, not memory.

@@ -1,8 +1,10 @@
-//! Where a request goes that no free block can hold: the window of free addresses that needs the fewest further pages;
-//! of those, the one for which the fewest have to be mapped; of those, the lowest.
+//! Where a request goes that no free block can hold: the window of free addresses that needs the fewest driver calls;
+//! of those, the one that needs the fewest further pages; of those, the lowest.
 //!
 //! In some of the addresses pages may be mapped that were taken from there. A page that is free elsewhere is taken
-//! back; a mapping of one that is in use is undone, if the stream has passed.
+//! back; a mapping of one that is in use is undone, if the stream has passed. Addresses that were never used need no
+//! such call, so old mappings are left for as long as there are others: a program that comes back to the same sizes
+//! finds its pages there.
 
 use super::heap::{FreeRun, FreeRuns, Hole};
 use super::pages::{Mapping, PageId, PageTable, PassedTakes, SlotState};
@@ -26,8 +28,8 @@ pub(super) struct Window {
 struct Cost {
     /// Pages that do not belong to it yet.
     pages: u32,
-    /// Those that have to be mapped.
-    maps: u32,
+    /// Driver calls: mappings that are made, and old ones that are undone for them. Each costs about as much.
+    calls: u32,
     /// Slots in which another page is mapped that is in use elsewhere.
     blocked: u32,
 }
@@ -48,13 +50,13 @@ pub(super) fn choose(
     by_least.sort_unstable_by_key(|&(least, run)| (least, run.start));
     let mut sums = Sums::default();
     for (least, run) in by_least {
-        if best.is_some_and(|(best, _)| (least, 0, run.start) > best) {
+        if best.is_some_and(|(best, _)| (0, least, run.start) > best) {
             continue;
         }
         let costs = Costs::new(table, run, runs.holes_of(run), (bytes, grid), &takeable, &mut sums);
         costs.candidates(|addr| {
             let Some((cost, window)) = costs.of(addr) else { return };
-            let key = (cost.pages, cost.maps, addr);
+            let key = (cost.calls, cost.pages, addr);
             if best.is_none_or(|(other, _)| key < other) {
                 best = Some((key, window));
             }
@@ -139,16 +141,16 @@ impl<'a> Costs<'a> {
             for index in index(hole.start)..behind {
                 let state = self.slots.get(index as usize).copied().unwrap_or_default();
                 let cost = match state.mapping {
-                    Mapping::Nothing => Cost { pages: 1, maps: 1, blocked: 0 },
-                    Mapping::Page { page, .. } if takeable(page) => Cost { pages: 1, maps: 0, blocked: 0 },
-                    Mapping::Page { .. } if self.passed.has_passed(&state) => Cost { pages: 1, maps: 1, blocked: 0 },
-                    Mapping::Page { .. } | Mapping::Broken => Cost { pages: 1, maps: 0, blocked: 1 },
+                    Mapping::Nothing => Cost { pages: 1, calls: 1, blocked: 0 },
+                    Mapping::Page { page, .. } if takeable(page) => Cost { pages: 1, calls: 0, blocked: 0 },
+                    Mapping::Page { .. } if self.passed.has_passed(&state) => Cost { pages: 1, calls: 2, blocked: 0 },
+                    Mapping::Page { .. } | Mapping::Broken => Cost { pages: 1, calls: 0, blocked: 1 },
                 };
                 if previous.replace(cost) != Some(cost) {
                     edges.push(index);
                 }
                 sum.pages += cost.pages;
-                sum.maps += cost.maps;
+                sum.calls += cost.calls;
                 sum.blocked += cost.blocked;
                 before.push(sum);
             }
@@ -217,7 +219,8 @@ impl<'a> Costs<'a> {
             to += slots_in(hole, end);
         }
         let (from, to) = (self.sums.before[from as usize], self.sums.before[to as usize]);
-        let cost = Cost { pages: to.pages - from.pages, maps: to.maps - from.maps, blocked: to.blocked - from.blocked };
+        let cost =
+            Cost { pages: to.pages - from.pages, calls: to.calls - from.calls, blocked: to.blocked - from.blocked };
         let can_be_used = cost.blocked == 0 && !self.cuts_page(self.index(start), self.index(end - 1));
         can_be_used.then_some((cost, Window { addr, start, end, range: self.run.range, anchor: self.run.first }))
     }

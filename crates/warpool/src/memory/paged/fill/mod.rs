@@ -285,12 +285,17 @@ impl Fill<'_> {
         after <= peak.saturating_add(share_of(peak, slack / 100.0))
     }
 
-    /// Reserves addresses for the heap: twice as many as it has, or as the request needs. `false` if there are none.
+    /// Reserves addresses for the heap: several times as many as it has, or as the request needs. They cost nothing, and
+    /// where there are enough, old mappings need not be undone. `false` if there are none.
     fn reserve_range(&mut self, kind: SegmentKind, bytes: u64) -> Result<bool> {
         const FIRST: [u64; 2] = [1 << 30, 2 << 30];
+        const GROWTH: u64 = 7;
         let has: u64 = self.table.bytes_of_ranges(self.request.heap, kind);
         let most = self.device.bytes_total.next_multiple_of(1 << 30).max(FIRST[1]);
-        let wanted = has.clamp(FIRST[kind as usize], most).max(bytes.saturating_add(2 * self.table.slot_bytes));
+        let wanted = has
+            .saturating_mul(GROWTH)
+            .clamp(FIRST[kind as usize], most)
+            .max(bytes.saturating_add(2 * self.table.slot_bytes));
         let Some((base, bytes)) = self.device.space.reserve(self.device.instance(), wanted)? else { return Ok(false) };
         let number = self.table.add_range(base, bytes, self.request.heap, kind);
         let range = self.cell.lock().add_range(kind, number, base, bytes);

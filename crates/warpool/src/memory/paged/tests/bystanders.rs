@@ -19,7 +19,7 @@ fn allocate(machine: &Machine, stream: usize, bytes: u64) -> Allocation {
 
 /// A machine whose bystander has a heap, and is paused.
 fn machine() -> (Machine, Allocation) {
-    let machine = Machine::with_capacity(100 * MIB, 3, Settings::default());
+    let machine = Machine::with_capacity(400 * MIB, 3, Settings::default());
     let own = allocate(&machine, BYSTANDER, 512);
     machine.sim.pause_stream(machine.streams[BYSTANDER].id()).unwrap();
     (machine, own)
@@ -77,7 +77,7 @@ fn takes_pages_back() -> Option<String> {
 fn moves_pages() -> Option<String> {
     let (machine, _own) = machine();
     let mut held = Vec::new();
-    for round in 0..12 {
+    for round in 0..40 {
         let block = allocate(&machine, OWNER, (4 + 2 * round) * MIB);
         held.push(allocate(&machine, OWNER, 2 * MIB));
         read_and_free(&machine, block, 1);

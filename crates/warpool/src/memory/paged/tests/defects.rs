@@ -60,7 +60,7 @@ fn takes_from_another_stream() -> Option<String> {
 fn moves_pages_behind_queued_work() -> Option<String> {
     let machine = Machine::with_capacity(400 * MIB, 1, Settings::default());
     machine.sim.pause_stream(machine.streams[0].id()).unwrap();
-    for round in 0..8 {
+    for round in 0..40 {
         let block = allocate(&machine, 0, 4 + 2 * round);
         machine.write_tag(&block, 1 + round as u32, &machine.streams[0]);
         machine.check_tag(&block, 1 + round as u32, &machine.streams[0]);
