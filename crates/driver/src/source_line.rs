@@ -17,6 +17,13 @@ pub fn at<R>(line: &'static Location<'static>, calls: impl FnOnce() -> R) -> R {
     calls()
 }
 
+/// The same if `driver_reads_it`; else it runs `calls` and nothing more.
+#[inline]
+pub fn at_if<R>(driver_reads_it: bool, line: &'static Location<'static>, calls: impl FnOnce() -> R) -> R {
+    let _restore = driver_reads_it.then(|| Restore(CURRENT.replace(Some(line))));
+    calls()
+}
+
 /// The line that the calling thread makes driver calls for, if it is known.
 #[inline]
 #[must_use]

@@ -30,7 +30,8 @@ use measure::{MUTEX_BASELINE, Measurement};
 ///
 /// The baseline is locking and unlocking an uncontended mutex. `bench graph` compares with the driver's own graph
 /// launch instead, `bench typed` with the raw calls that typed ones replace, and `bench scale` with the same operation
-/// beside a tenth as many streams, blocks or pools. `bench host` measures allocate-free pairs on one thread and on all
+/// beside a tenth as many streams, blocks or pools. `bench typed` also compares the raw calls with themselves: how far
+/// those ratios are from 1 is the noise of the run. `bench host` measures allocate-free pairs on one thread and on all
 /// threads: every thread times itself, the slowest one counts, and the baseline is measured by the same threads, each
 /// with its own mutex; the fastest of 25 rounds of each is reported. Each thread also has one block of every size
 /// cached. First pinnings are compared with the driver's own allocation, by the fastest of 9 rounds of each. `bench

@@ -1,11 +1,12 @@
 //! Replays.
 //!
-//! A replay of a graph without generators is one driver call: no lock, no allocation, no counter. Only the first replay
-//! on each stream does more: it adds the stream to those that the graph's memory waits for when the graph is dropped.
+//! A replay of a graph without generators and typed work is one driver call: no lock, no allocation, no counter. Typed
+//! work takes one lock where one stream uses all its memory, else one per buffer. Only the first replay on each stream
+//! does more: it adds the stream to those that the graph's memory waits for when the graph is dropped.
 
 use std::panic::Location;
 
-use warpool_driver::{GraphExecId, source_line};
+use warpool_driver::GraphExecId;
 
 use super::captured::{Captured, instantiate};
 use super::graph::Graph;
@@ -28,7 +29,7 @@ impl Graph {
     #[inline]
     #[track_caller]
     pub fn replay(&self, stream: &Stream) -> Result<()> {
-        source_line::at(Location::caller(), || self.replay_in(stream))
+        self.device.instance().at_line(Location::caller(), || self.replay_in(stream))
     }
 
     #[inline]
@@ -49,7 +50,7 @@ impl Graph {
         if captured.typed.is_empty() {
             self.launch(captured, exec, stream)?;
         } else {
-            captured.typed.replay(stream, &mut || self.launch(captured, exec, stream))?;
+            captured.typed.replay(stream, || self.launch(captured, exec, stream))?;
         }
         captured.replay_streams.launched(stream.id(), ticket, self.device.instance());
         Ok(())

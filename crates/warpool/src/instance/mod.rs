@@ -13,11 +13,12 @@ mod stream;
 mod stream_pool;
 
 use std::fmt;
+use std::panic::Location;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use warpool_driver::fork::{self, Origin};
-use warpool_driver::{DeviceId, DeviceProperties, Driver, StreamId};
+use warpool_driver::{DeviceId, DeviceProperties, Driver, StreamId, source_line};
 
 use crate::{Error, Result};
 
@@ -49,6 +50,8 @@ struct Shared {
     /// Dropped with this; threads hold weak references to it, to find their outdated entries about this `Instance`.
     alive: Arc<()>,
     driver: Arc<dyn Driver>,
+    /// Whether the driver detects hazards, and names the program's lines in them.
+    detects_hazards: bool,
     origin: Origin,
     devices: Box<[DeviceState]>,
     /// Kept by `capture/`. Here, and not in the extensions, because every allocation and replay reads it.
@@ -95,6 +98,7 @@ impl Instance {
             shared: Arc::new(Shared {
                 key: InstanceKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed)),
                 alive: Arc::new(()),
+                detects_hazards: driver.tracks_suballocations(),
                 driver,
                 origin: Origin::here(),
                 devices,
@@ -106,6 +110,7 @@ impl Instance {
     }
 
     /// The driver.
+    #[inline]
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
         &self.shared.driver
@@ -180,8 +185,21 @@ impl Instance {
         &self.shared.ranges_asleep
     }
 
+    #[inline]
     pub(crate) fn key(&self) -> InstanceKey {
         self.shared.key
+    }
+
+    /// Whether the driver detects hazards.
+    #[inline]
+    pub(crate) fn detects_hazards(&self) -> bool {
+        self.shared.detects_hazards
+    }
+
+    /// Runs `calls`, whose driver calls are made for the program's line `line`.
+    #[inline]
+    pub(crate) fn at_line<R>(&self, line: &'static Location<'static>, calls: impl FnOnce() -> R) -> R {
+        source_line::at_if(self.shared.detects_hazards, line, calls)
     }
 
     pub(crate) fn default_stream_id(&self, device: DeviceId) -> Result<StreamId> {
@@ -195,6 +213,7 @@ impl Instance {
     }
 
     /// Fails if `other` is another `Instance`; `object` is the argument that it came with.
+    #[inline]
     pub(crate) fn expect_same(&self, other: &Self, object: &'static str) -> Result<()> {
         if self == other { Ok(()) } else { Err(Error::ForeignInstance { object }) }
     }

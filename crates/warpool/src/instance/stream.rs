@@ -41,6 +41,7 @@ impl Stream {
     }
 
     /// The `Instance` that it belongs to.
+    #[inline]
     #[must_use]
     pub fn instance(&self) -> &Instance {
         &self.instance
@@ -53,12 +54,14 @@ impl Stream {
     }
 
     /// Its device's id.
+    #[inline]
     #[must_use]
     pub fn device_id(&self) -> DeviceId {
         self.device
     }
 
     /// The driver's id of it. Never reused for another stream, even where the driver reuses a raw handle.
+    #[inline]
     #[must_use]
     pub fn id(&self) -> StreamId {
         self.id
@@ -121,6 +124,7 @@ impl Stream {
         Self { instance: device.instance().clone(), device: device.id(), id }
     }
 
+    #[inline]
     pub(crate) fn driver(&self) -> &dyn Driver {
         &**self.instance.driver()
     }

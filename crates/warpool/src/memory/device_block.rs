@@ -6,6 +6,7 @@ use std::sync::Arc;
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::{Allocation, DeviceAllocator, MemPool, Request};
+use crate::instance::InstanceKey;
 use crate::{Instance, Result, Stream};
 
 /// Owned device memory. Dropping it frees it without a driver call: fences in other streams that used it are recorded
@@ -14,21 +15,31 @@ use crate::{Instance, Result, Stream};
 /// It keeps its allocator and the driver alive.
 pub struct DeviceBlock {
     allocator: Arc<dyn DeviceAllocator>,
+    /// That of the allocator.
+    instance: InstanceKey,
     allocation: Allocation,
 }
 
 impl DeviceBlock {
     /// Allocates memory from `allocator`.
     pub fn allocate(allocator: &Arc<dyn DeviceAllocator>, request: Request) -> Result<Self> {
+        let instance = allocator.instance().key();
+        Self::allocate_of(allocator, instance, request)
+    }
+
+    /// The same from an allocator of `instance`.
+    #[inline]
+    fn allocate_of(allocator: &Arc<dyn DeviceAllocator>, instance: InstanceKey, request: Request) -> Result<Self> {
         let allocation = allocator.allocate_raw(request)?;
-        Ok(Self { allocator: Arc::clone(allocator), allocation })
+        Ok(Self { allocator: Arc::clone(allocator), instance, allocation })
     }
 
     /// Takes ownership of what a raw call allocated. It must not be freed otherwise: the drop would then find nothing,
     /// or free what was allocated at the same address since, which is safe for the host but not for work on the device.
     #[must_use]
     pub fn from_raw(allocator: Arc<dyn DeviceAllocator>, allocation: Allocation) -> Self {
-        Self { allocator, allocation }
+        let instance = allocator.instance().key();
+        Self { allocator, instance, allocation }
     }
 
     /// Gives up ownership: it has to be freed by a raw call.
@@ -41,7 +52,7 @@ impl DeviceBlock {
 
     /// Another owner of the same memory. One of the two has to give it up by [`into_raw`](Self::into_raw).
     pub(crate) fn second_owner(&self) -> Self {
-        Self { allocator: Arc::clone(&self.allocator), allocation: self.allocation }
+        Self { allocator: Arc::clone(&self.allocator), ..*self }
     }
 
     /// Its address; null if it is empty.
@@ -73,6 +84,14 @@ impl DeviceBlock {
     #[must_use]
     pub fn stream_id(&self) -> StreamId {
         self.allocation.stream
+    }
+
+    /// Whether it was allocated for work in `stream`.
+    #[inline]
+    pub(crate) fn is_of_stream(&self, stream: &Stream) -> bool {
+        self.allocation.stream == stream.id()
+            && self.allocation.device == stream.device_id()
+            && self.instance == stream.instance().key()
     }
 
     /// Records that work on `stream` uses it too. See [`DeviceAllocator::record_use_raw`].
@@ -136,8 +155,9 @@ pub trait Allocate {
 
 impl Allocate for Arc<dyn DeviceAllocator> {
     fn allocate(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
-        self.instance().expect_same(stream.instance(), "the stream")?;
-        DeviceBlock::allocate(self, Request::new(stream.device_id(), stream.id(), bytes))
+        let instance = self.instance();
+        instance.expect_same(stream.instance(), "the stream")?;
+        DeviceBlock::allocate_of(self, instance.key(), Request::new(stream.device_id(), stream.id(), bytes))
     }
 
     fn allocate_in(&self, pool: &MemPool, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {

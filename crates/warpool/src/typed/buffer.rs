@@ -1,8 +1,9 @@
 //! The memory of one vector.
 //!
-//! Device memory that only its own stream has used, outside of captures, needs no bookkeeping: the order of that stream
-//! protects it, and the allocator knows the stream. So a new buffer is a block and nothing else. From the first use in
-//! another stream or in a capture on, or once it has a label, it is tracked (`tracked.rs`), which costs an allocation.
+//! Device memory that only its own stream has used, outside of captures, is private to that stream and needs no
+//! bookkeeping: the order of the stream protects it, and the allocator knows the stream. So a new buffer is a block and
+//! nothing else. From the first use in another stream or in a capture on it is tracked (`tracked.rs`), which costs an
+//! allocation, and its uses are recorded. Once it has a label it is tracked too, but stays private.
 //! Pinned memory is tracked from the start: the host asks for its uses.
 
 use std::fmt;
@@ -43,30 +44,25 @@ impl Buffer {
 
     #[cold]
     fn track(&self) -> &Arc<Tracked> {
-        let tracked = self.tracked.get_or_init(|| {
+        self.tracked.get_or_init(|| {
             let block = self.block.as_ref().expect("pinned memory is tracked from the start");
             Tracked::device(block.second_owner())
-        });
-        // With the fence in `tracked_meanwhile`: an operation on another thread that has not seen this has queued its
-        // work already, so the event that is recorded for the first use comes after it.
-        fence(Ordering::SeqCst);
-        tracked
+        })
     }
 
-    /// Its uses, unless none has to be recorded for one in `stream`, outside of captures.
+    /// Whether a use in `stream`, outside of captures, needs no record: the buffer is private to that stream.
     #[inline]
-    pub(super) fn tracked_for(&self, stream: &Stream) -> Option<&Arc<Tracked>> {
-        match (self.tracked.get(), &self.block) {
-            (None, Some(block)) if block.stream_id() == stream.id() => None,
-            _ => Some(self.tracked()),
-        }
+    pub(super) fn is_private_to(&self, stream: &Stream) -> bool {
+        self.block.as_ref().is_some_and(|block| block.is_of_stream(stream))
+            && self.tracked.get().is_none_or(|tracked| tracked.is_private())
     }
 
-    /// Its uses, if it has become tracked by another thread while work was queued that recorded none.
+    /// Its uses, if it is private no more since work was queued whose use was not recorded. The fence is one half of
+    /// what [`Tracked::share`] says.
     #[inline]
-    pub(super) fn tracked_meanwhile(&self) -> Option<&Arc<Tracked>> {
+    pub(super) fn shared_meanwhile(&self) -> Option<&Arc<Tracked>> {
         fence(Ordering::SeqCst);
-        self.tracked.get()
+        self.tracked.get().filter(|tracked| !tracked.is_private())
     }
 
     pub(super) fn instance(&self) -> &Instance {
@@ -82,6 +78,7 @@ impl Buffer {
     }
 
     /// The address `offset` bytes from its start.
+    #[inline]
     pub(super) fn address(&self, offset: u64) -> Address {
         match &self.block {
             Some(block) => block.ptr().offset(offset).into(),
@@ -90,6 +87,7 @@ impl Buffer {
     }
 
     /// The same as kernels see it: pinned memory has one address for the host and for all devices.
+    #[inline]
     pub(super) fn device_address(&self, offset: u64) -> DevicePtr {
         match self.address(offset) {
             Address::Device(ptr) => ptr,
@@ -98,6 +96,7 @@ impl Buffer {
     }
 
     /// Its device; `None` for pinned memory, which all devices can use.
+    #[inline]
     pub(super) fn device_id(&self) -> Option<DeviceId> {
         self.block.as_ref().map(DeviceBlock::device_id)
     }
@@ -147,21 +146,30 @@ impl fmt::Debug for Buffer {
 mod tests {
     use warpool_driver::sim::{SimConfig, SimDriver};
 
+    use super::super::order::Span;
     use super::*;
     use crate::memory::{Allocate, CachingAllocator, DeviceAllocator, Settings};
 
     #[test]
-    fn only_uses_that_others_wait_for_are_tracked() -> Result<()> {
+    fn it_is_private_until_another_stream_uses_it() -> Result<()> {
         let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
         let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
         let device = instance.device(0)?;
         let (own, other) = (device.lease_stream()?, device.lease_stream()?);
         let allocated = || allocator.stats(device.id()).map(|stats| stats.allocated_bytes.all.current);
-        for tracks in [false, true] {
+        for (labelled, shared) in [(false, false), (true, false), (true, true), (false, true)] {
             let buffer = Buffer::device(allocator.allocate(4096, &own)?);
-            assert!(buffer.tracked_for(&own).is_none() && buffer.tracked_meanwhile().is_none());
-            if tracks {
-                assert!(buffer.tracked_for(&other).is_some() && buffer.tracked_for(&own).is_some());
+            if labelled {
+                buffer.set_label("weights");
+            }
+            assert!(buffer.is_private_to(&own) && !buffer.is_private_to(&other));
+            assert!(buffer.shared_meanwhile().is_none());
+            assert_eq!(buffer.tracked.get().is_some(), labelled);
+            if shared {
+                let span = Span { start: 0, end: 4096, write: false };
+                let tracked = buffer.tracked();
+                tracked.prepare(&mut *tracked.lock_uses()?, &other, span)?;
+                assert!(!buffer.is_private_to(&own) && buffer.shared_meanwhile().is_some());
             }
             // It is freed once, by either owner.
             assert_eq!(allocated()?, 4096);

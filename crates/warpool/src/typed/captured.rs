@@ -1,14 +1,15 @@
 //! Typed memory in captures: the graph keeps every buffer that its work uses, and its replays are ordered with other
 //! uses of them like any operation.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 
 use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, StreamId};
 
 use super::operation::{Access, Memory, run};
 use super::order::Span;
+use super::sole_stream::SoleStream;
 use super::tracked::{Block, Tracked};
 use crate::capture::StreamCapture;
 use crate::memory::BlockHold;
@@ -19,6 +20,8 @@ use crate::{Device, Instance, Result, Stream};
 pub(crate) struct CapturedBuffers {
     by_key: FxHashMap<usize, usize>,
     list: Vec<CapturedBuffer>,
+    /// The stream that alone uses all of them, since the first replay, if there was one.
+    sole: OnceLock<Option<Arc<SoleStream>>>,
 }
 
 struct CapturedBuffer {
@@ -120,16 +123,48 @@ impl CapturedBuffers {
     }
 
     /// Launches the graph in `stream` by `launch`, ordered with other uses of the buffers.
-    pub(crate) fn replay<'a>(&'a self, stream: &Stream, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
-        let access = |entry: &'a CapturedBuffer| Access { memory: Memory::Tracked(&entry.buffer), span: entry.span };
-        let accesses: Vec<Access<'_>> = self.list.iter().map(access).collect();
+    #[inline]
+    pub(crate) fn replay(&self, stream: &Stream, mut launch: impl FnMut() -> Result<()>) -> Result<()> {
+        if let Some(Some(sole)) = self.sole.get()
+            && let Some(_held) = sole.hold(stream.id())
+        {
+            return launch();
+        }
+        self.replay_in_order(stream, &mut launch)
+    }
+
+    #[inline(never)]
+    fn replay_in_order(&self, stream: &Stream, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let accesses: Vec<Access<'_>> = self.list.iter().map(CapturedBuffer::access).collect();
         let mut outcome = Ok(());
         run(stream, &accesses, false, &mut || outcome = launch())?;
+        if outcome.is_ok() {
+            self.sole.get_or_init(|| self.find_sole(stream.id()));
+        }
         outcome
+    }
+
+    /// The stream that alone uses all buffers, if it is `stream`. Afterwards a buffer that another one uses has more
+    /// than one for good, so one look is enough.
+    fn find_sole(&self, stream: StreamId) -> Option<Arc<SoleStream>> {
+        // In the order in which all operations lock.
+        let locked: Result<Vec<_>> = self.list.iter().map(|entry| entry.buffer.lock_uses()).collect();
+        let mut locked = locked.ok()?;
+        if !locked.iter().all(|uses| uses.is_sole(stream)) {
+            return None;
+        }
+        let sole = Arc::new(SoleStream::new(stream));
+        locked.iter_mut().for_each(|uses| uses.add_sole_stream(&sole));
+        Some(sole)
     }
 }
 
 impl CapturedBuffer {
+    /// What a replay uses. It borrows nothing.
+    fn access(&self) -> Access<'_> {
+        Access { memory: Memory::Tracked(&self.buffer), span: self.span, exclusive: false }
+    }
+
     fn new(access: &Access<'_>) -> Result<Self> {
         let buffer = Arc::clone(access.tracked());
         let hold = match buffer.block() {

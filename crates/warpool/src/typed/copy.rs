@@ -7,8 +7,8 @@ use warpool_driver::{Address, DevicePtr, Driver, Pattern};
 
 use super::endpoint::{CopySource, CopyTarget, SourceMemory, TargetMemory};
 use super::operation::capture_of;
-use super::submit::submit;
-use super::view::{IntoView, IntoViewMut, Part, Rows, RowsMut};
+use super::submit::{Reach, is_direct, submit, submit_direct};
+use super::view::{IntoView, IntoViewMut, Part, Rows, RowsMut, View, ViewMut};
 use crate::capture::CaptureSafe;
 use crate::error::BufferError;
 use crate::{Result, Stream};
@@ -24,29 +24,72 @@ impl Stream {
     ///
     /// [`DeviceVec`]: super::DeviceVec
     /// [`PinnedVec`]: super::PinnedVec
+    #[inline]
     #[track_caller]
     pub fn copy<'a, 'b, T: Pod>(&self, source: impl CopySource<'a, T>, target: impl CopyTarget<'b, T>) -> Result<()> {
         let line = Location::caller();
-        let (source, target) = (source.source(), target.target());
-        let (source_len, target_len) = (source.len(), target.len());
-        if source_len != target_len {
-            return Err(BufferError::Length { source_len, target_len }.into());
+        match (source.source(), target.target()) {
+            (SourceMemory::Typed(source), TargetMemory::Typed(target)) => self.copy_typed(source, target, line),
+            (source, target) => self.copy_ordinary(source, target, line),
         }
-        if source_len == 0 {
+    }
+
+    #[inline]
+    fn copy_typed<T: Pod>(
+        &self,
+        source: View<'_, T>,
+        target: ViewMut<'_, T>,
+        line: &'static Location<'static>,
+    ) -> Result<()> {
+        let (from, to) = (&source.part, &target.part);
+        let fits = from.len() == to.len() && from.len() > 0;
+        if fits && is_direct(self) && from.is_private_to(self) && to.is_private_to(self) {
+            let late = || {
+                from.access(false).add_late(self);
+                to.access(true).add_late(self);
+            };
+            return submit_direct(self, line, late, || {
+                Ok(self.driver().copy(to.address(), from.address(), from.bytes(), self.id())?)
+            });
+        }
+        self.copy_in_order(source, target, line)
+    }
+
+    #[inline(never)]
+    fn copy_in_order<T: Pod>(
+        &self,
+        source: View<'_, T>,
+        target: ViewMut<'_, T>,
+        line: &'static Location<'static>,
+    ) -> Result<()> {
+        if !expect_same_len(source.len(), target.len())? {
+            return Ok(());
+        }
+        let accesses = [Some(source.part.access(false)), Some(target.part.access(true))];
+        submit(self, &accesses, Reach::AnyDevice, line, &mut || self.queue_copy(&source.part, &target.part))
+    }
+
+    /// A copy from or to ordinary host memory.
+    fn copy_ordinary<T: Pod>(
+        &self,
+        source: SourceMemory<'_, T>,
+        target: TargetMemory<'_, T>,
+        line: &'static Location<'static>,
+    ) -> Result<()> {
+        if !expect_same_len(source.len(), target.len())? {
             return Ok(());
         }
         match (source, target) {
-            (SourceMemory::Typed(source), TargetMemory::Typed(target)) => {
-                let mut accesses = [source.part.access(false), target.part.access(true)];
-                submit(self, &mut accesses, line, &mut || self.queue_copy(&source.part, &target.part))
-            }
+            (SourceMemory::Typed(source), TargetMemory::Typed(target)) => self.copy_in_order(source, target, line),
             (SourceMemory::Ordinary(source), TargetMemory::Typed(target)) => {
                 self.expect_no_capture()?;
-                submit(self, &mut [target.part.access(true)], line, &mut || self.upload(source, &target.part))
+                let accesses = [Some(target.part.access(true))];
+                submit(self, &accesses, Reach::AnyDevice, line, &mut || self.upload(source, &target.part))
             }
             (SourceMemory::Typed(source), TargetMemory::Ordinary(target)) => {
                 self.expect_no_capture()?;
-                submit(self, &mut [source.part.access(false)], line, &mut || self.download(&source.part, target))
+                let accesses = [Some(source.part.access(false))];
+                submit(self, &accesses, Reach::AnyDevice, line, &mut || self.download(&source.part, target))
             }
             (SourceMemory::Ordinary(source), TargetMemory::Ordinary(target)) => {
                 target.copy_from_slice(source);
@@ -70,14 +113,13 @@ impl Stream {
             }
             .into());
         }
-        source.part.buffer().expect_device_of(self)?;
-        target.part.buffer().expect_device_of(self)?;
         if from.rows == 0 || from.columns == 0 {
-            return Ok(());
+            source.part.buffer().expect_device_of(self)?;
+            return target.part.buffer().expect_device_of(self);
         }
         let bytes = |elements: usize| (elements * size_of::<T>()) as u64;
-        let mut accesses = [source.part.access(false), target.part.access(true)];
-        submit(self, &mut accesses, line, &mut || {
+        let accesses = [Some(source.part.access(false)), Some(target.part.access(true))];
+        submit(self, &accesses, Reach::OwnDevice, line, &mut || {
             let (dst, src) = (target.part.address(), source.part.address());
             let (width, rows) = (bytes(from.columns), from.rows as u64);
             Ok(self.driver().copy_2d(dst, bytes(to.stride), src, bytes(from.stride), width, rows, self.id())?)
@@ -86,16 +128,26 @@ impl Stream {
 
     /// Sets every element of `target` to `value`. Elements of 1, 2 and 4 bytes are one fill; others are a fill of the
     /// first element and copies that double what is filled.
+    #[inline]
     #[track_caller]
     pub fn fill<'a, T: Pod>(&self, target: impl IntoViewMut<'a, T>, value: T) -> Result<()> {
         let line = Location::caller();
         let target = target.into_view_mut();
-        target.part.buffer().expect_device_of(self)?;
-        if target.is_empty() {
-            return Ok(());
+        let part = &target.part;
+        if !target.is_empty() && is_direct(self) && part.is_private_to(self) {
+            let late = || part.access(true).add_late(self);
+            return submit_direct(self, line, late, || self.queue_fill(part, &value));
         }
-        let (ptr, len) = (target.part.device_address(), target.len() as u64);
-        submit(self, &mut [target.part.access(true)], line, &mut || self.queue_fill(ptr, len, &value))
+        self.fill_in_order(target, value, line)
+    }
+
+    #[inline(never)]
+    fn fill_in_order<T: Pod>(&self, target: ViewMut<'_, T>, value: T, line: &'static Location<'static>) -> Result<()> {
+        if target.is_empty() {
+            return target.part.buffer().expect_device_of(self);
+        }
+        let accesses = [Some(target.part.access(true))];
+        submit(self, &accesses, Reach::OwnDevice, line, &mut || self.queue_fill(&target.part, &value))
     }
 
     /// The contents of `source`, once the work that writes them is done: this stream waits for that work, and the host
@@ -110,11 +162,9 @@ impl Stream {
 
     fn queue_copy<T: Pod>(&self, source: &Part<'_, T>, target: &Part<'_, T>) -> Result<()> {
         let (src, dst, bytes) = (source.address(), target.address(), source.bytes());
-        let own = Some(self.device_id());
         if let (Address::Device(dst), Address::Device(src)) = (dst, src)
-            && let (to, from) = (target.buffer().device_id(), source.buffer().device_id())
-            && (to != own || from != own)
-            && let Some((to, from)) = to.zip(from)
+            && let Some((to, from)) = target.buffer().device_id().zip(source.buffer().device_id())
+            && (to != self.device_id() || from != self.device_id())
         {
             return Ok(self.driver().copy_peer(dst, to, src, from, bytes, self.id())?);
         }
@@ -151,9 +201,22 @@ impl Stream {
         }
     }
 
-    fn queue_fill<T: Pod>(&self, ptr: DevicePtr, len: u64, value: &T) -> Result<()> {
-        let (driver, stream) = (self.driver(), self.id());
+    #[inline]
+    fn queue_fill<T: Pod>(&self, target: &Part<'_, T>, value: &T) -> Result<()> {
+        let (ptr, len) = (target.device_address(), target.len() as u64);
         let value = bytemuck::bytes_of(value);
+        let pattern = match *value {
+            [byte] => Pattern::U8(byte),
+            [a, b] => Pattern::U16(u16::from_ne_bytes([a, b])),
+            [a, b, c, d] => Pattern::U32(u32::from_ne_bytes([a, b, c, d])),
+            _ => return self.queue_long_fill(ptr, len, value),
+        };
+        Ok(self.driver().fill(ptr, pattern, len, self.id())?)
+    }
+
+    /// A fill with elements that are not one pattern.
+    fn queue_long_fill(&self, ptr: DevicePtr, len: u64, value: &[u8]) -> Result<()> {
+        let (driver, stream) = (self.driver(), self.id());
         if let Some((pattern, per_element)) = repeated(value) {
             return Ok(driver.fill(ptr, pattern, len * per_element, stream)?);
         }
@@ -176,6 +239,15 @@ impl Stream {
     }
 }
 
+/// Fails unless both lengths are the same. Whether there is anything.
+fn expect_same_len(source_len: usize, target_len: usize) -> Result<bool> {
+    if source_len == target_len {
+        Ok(source_len > 0)
+    } else {
+        Err(BufferError::Length { source_len, target_len }.into())
+    }
+}
+
 /// The bytes of a value as the widest patterns that divide it. Elements are aligned to their pattern: memory starts at
 /// a multiple of 256, and an element has a multiple of the pattern's size.
 fn words(value: &[u8]) -> Vec<Pattern> {
@@ -192,12 +264,6 @@ fn words(value: &[u8]) -> Vec<Pattern> {
 
 /// The pattern that a value repeats, and how often; `None` if it is not a repetition of one.
 fn repeated(value: &[u8]) -> Option<(Pattern, u64)> {
-    match *value {
-        [byte] => return Some((Pattern::U8(byte), 1)),
-        [a, b] => return Some((Pattern::U16(u16::from_ne_bytes([a, b])), 1)),
-        [a, b, c, d] => return Some((Pattern::U32(u32::from_ne_bytes([a, b, c, d])), 1)),
-        _ => {}
-    }
     let words = words(value);
     let first = words[0];
     words.iter().all(|&word| word == first).then_some((first, words.len() as u64))
@@ -209,8 +275,6 @@ mod tests {
 
     #[test]
     fn values_are_split_into_patterns() {
-        assert_eq!(repeated(&[7]), Some((Pattern::U8(7), 1)));
-        assert_eq!(repeated(&[1, 2]), Some((Pattern::U16(0x0201), 1)));
         assert_eq!(repeated(&[7, 7, 7]), Some((Pattern::U8(7), 3)));
         assert_eq!(repeated(&[0; 16]), Some((Pattern::U32(0), 4)));
         assert_eq!(repeated(&[1, 0, 0, 0, 2, 0, 0, 0]), None);

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use bytemuck::Pod;
 use warpool_driver::DevicePtr;
 
-use super::submit::submit;
+use super::submit::{Reach, is_direct, submit, submit_direct};
 use super::view::{IntoView, IntoViewMut, Part};
 use crate::{Result, Stream};
 
@@ -45,12 +45,16 @@ impl Stream {
         line: &'static Location<'static>,
         queue: impl FnOnce(DevicePtr) -> Result<R>,
     ) -> Result<R> {
-        part.buffer().expect_device_of(self)?;
         if part.len() == 0 {
+            part.buffer().expect_device_of(self)?;
             return queue(DevicePtr(0));
         }
+        if is_direct(self) && part.is_private_to(self) {
+            let late = || part.access(write).add_late(self);
+            return submit_direct(self, line, late, || queue(part.device_address()));
+        }
         let (mut queue, mut outcome) = (Some(queue), None);
-        submit(self, &mut [part.access(write)], line, &mut || {
+        submit(self, &[Some(part.access(write))], Reach::OwnDevice, line, &mut || {
             let queue = queue.take().expect("work is queued once");
             // What it had queued before a panic is a use too.
             outcome = Some(catch_unwind(AssertUnwindSafe(|| queue(part.device_address()))));

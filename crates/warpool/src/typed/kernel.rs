@@ -8,15 +8,10 @@ use bytemuck::Pod;
 use warpool_driver::{DevicePtr, FunctionId, KernelArg, KernelSource, LaunchShape};
 
 use super::operation::Access;
-use super::submit::submit;
+use super::submit::{Reach, is_direct, submit, submit_direct};
 use super::view::{IntoView, IntoViewMut, Part};
 use crate::error::BufferError;
 use crate::{Device, Error, Result, Stream};
-
-/// How many parameters a declaration can have.
-const PARAMETERS_MAX: usize = 12;
-/// How many arguments they make: a slice is two.
-const ARGUMENTS_MAX: usize = 2 * PARAMETERS_MAX;
 
 /// A loaded kernel, declared with the types of its parameters: a tuple of numbers (`u32`, `i32`, `u64`, `i64`, `f32`,
 /// `f64`), [`Slice`] and [`SliceMut`], and [`Pointer`] and [`PointerMut`].
@@ -129,49 +124,35 @@ impl<P: Parameters> Kernel<P> {
 
     /// Launches it in the order of `stream`, which is one of its device. Streams that used the memory of its arguments
     /// before are waited for, and the use is recorded; if the stream captures, the graph keeps the memory.
+    #[inline]
     #[track_caller]
     pub fn launch<'a>(&self, stream: &Stream, shape: LaunchShape, arguments: impl Arguments<'a, P>) -> Result<()> {
         let line = Location::caller();
-        let mut list = ArgumentList::new();
-        arguments.push_to(&mut list);
-        self.queue(stream, shape, &list, line)
+        self.expect_own(stream)?;
+        arguments.launch(&Launch { function: self.function, stream, shape, line })
     }
 
     /// The same with at least one thread for each of `len` elements, in blocks of 256.
+    #[inline]
     #[track_caller]
     pub fn launch_linear<'a>(&self, stream: &Stream, len: usize, arguments: impl Arguments<'a, P>) -> Result<()> {
-        let line = Location::caller();
-        let threads = u32::try_from(len).map_err(|_| Error::from(BufferError::TooManyElements { len }))?;
-        let mut list = ArgumentList::new();
-        arguments.push_to(&mut list);
-        self.queue(stream, LaunchShape::linear(threads), &list, line)
-    }
-
-    fn queue(
-        &self,
-        stream: &Stream,
-        shape: LaunchShape,
-        list: &ArgumentList<'_>,
-        line: &'static Location<'static>,
-    ) -> Result<()> {
-        self.device.instance().expect_same(stream.instance(), "the stream")?;
-        if stream.device_id() != self.device.id() {
-            let (buffer, owner) = (format!("kernel {}", self.name), self.device.id());
-            return Err(BufferError::Device { buffer, owner, stream: stream.device_id() }.into());
+        match u32::try_from(len) {
+            Ok(threads) => self.launch(stream, LaunchShape::linear(threads), arguments),
+            Err(_) => Err(BufferError::TooManyElements { len }.into()),
         }
-        list.with_accesses(|accesses| {
-            for access in &*accesses {
-                access.expect_device_of(stream)?;
-            }
-            submit(stream, accesses, line, &mut || self.call(stream, shape, list.arguments()))
-        })
     }
 
-    #[expect(unsafe_code, reason = "the launch that `load` is the promise for")]
-    fn call(&self, stream: &Stream, shape: LaunchShape, arguments: &[KernelArg]) -> Result<()> {
-        // SAFETY: `load`'s caller promised that the kernel takes these parameters and stays within its slices; those
-        // are device memory or pinned, `submit` keeps them, and pinned ones have no references that conflict.
-        Ok(unsafe { stream.driver().kernel_launch(self.function, shape, arguments, stream.id()) }?)
+    /// Fails unless `stream` is one of its device.
+    #[inline]
+    fn expect_own(&self, stream: &Stream) -> Result<()> {
+        self.device.instance().expect_same(stream.instance(), "the stream")?;
+        if stream.device_id() == self.device.id() { Ok(()) } else { Err(self.on_other_device(stream)) }
+    }
+
+    #[cold]
+    fn on_other_device(&self, stream: &Stream) -> Error {
+        let (buffer, owner) = (format!("kernel {}", self.name), self.device.id());
+        BufferError::Device { buffer, owner, stream: stream.device_id() }.into()
     }
 }
 
@@ -231,62 +212,91 @@ pub trait Argument<'a, P>: sealed::Argument<'a, P> {}
 )]
 pub trait Arguments<'a, P>: sealed::Arguments<'a, P> {}
 
-/// The arguments of one launch, without an allocation.
-#[derive(Clone, Copy)]
-pub struct ArgumentList<'a> {
-    arguments: [KernelArg; ARGUMENTS_MAX],
-    argument_count: usize,
-    accesses: [Option<Access<'a>>; PARAMETERS_MAX],
-    access_count: usize,
+/// One launch, but for its arguments.
+#[derive(Debug)]
+pub struct Launch<'s> {
+    function: FunctionId,
+    stream: &'s Stream,
+    shape: LaunchShape,
+    line: &'static Location<'static>,
 }
 
-impl<'a> ArgumentList<'a> {
-    fn new() -> Self {
-        Self {
-            arguments: [KernelArg::U32(0); ARGUMENTS_MAX],
-            argument_count: 0,
-            accesses: [None; PARAMETERS_MAX],
-            access_count: 0,
+impl Launch<'_> {
+    #[inline]
+    fn queue<const A: usize, const N: usize>(&self, list: &ArgumentList<'_, A, N>) -> Result<()> {
+        if is_direct(self.stream) && list.accesses().all(|access| access.is_private_to(self.stream)) {
+            let late = || list.accesses().for_each(|access| access.add_late(self.stream));
+            return submit_direct(self.stream, self.line, late, || self.call(list.arguments()));
         }
+        self.queue_in_order(list)
     }
 
+    #[inline(never)]
+    fn queue_in_order<const A: usize, const N: usize>(&self, list: &ArgumentList<'_, A, N>) -> Result<()> {
+        submit(self.stream, &list.accesses, Reach::OwnDevice, self.line, &mut || self.call(list.arguments()))
+    }
+
+    #[inline]
+    #[expect(unsafe_code, reason = "the launch that `Kernel::load` is the promise for")]
+    fn call(&self, arguments: &[KernelArg]) -> Result<()> {
+        let (driver, stream) = (self.stream.driver(), self.stream.id());
+        // SAFETY: `load`'s caller promised that the kernel takes these parameters and stays within its slices; those
+        // are device memory or pinned, `submit` keeps them, and pinned ones have no references that conflict.
+        Ok(unsafe { driver.kernel_launch(self.function, self.shape, arguments, stream) }?)
+    }
+}
+
+/// The arguments for `N` parameters, of which each makes one or two; without an allocation.
+pub struct ArgumentList<'a, const A: usize, const N: usize> {
+    arguments: [KernelArg; A],
+    count: usize,
+    /// The memory of each parameter that has some.
+    accesses: [Option<Access<'a>>; N],
+}
+
+impl<'a, const A: usize, const N: usize> ArgumentList<'a, A, N> {
+    #[inline]
+    fn new() -> Self {
+        Self { arguments: [KernelArg::U32(0); A], count: 0, accesses: [None; N] }
+    }
+
+    #[inline]
     fn arguments(&self) -> &[KernelArg] {
-        &self.arguments[..self.argument_count]
+        &self.arguments[..self.count]
     }
 
+    #[inline]
+    fn accesses(&self) -> impl Iterator<Item = &Access<'a>> {
+        self.accesses.iter().flatten()
+    }
+
+    #[inline]
     fn push(&mut self, argument: KernelArg) {
-        self.arguments[self.argument_count] = argument;
-        self.argument_count += 1;
+        self.arguments[self.count] = argument;
+        self.count += 1;
     }
 
-    fn push_part<T: Pod>(&mut self, part: &Part<'a, T>, write: bool) {
+    /// The memory of the parameter `index`.
+    #[inline]
+    fn push_part<T: Pod>(&mut self, index: usize, part: &Part<'a, T>, write: bool) {
         if part.len() == 0 {
             self.push(KernelArg::Ptr(DevicePtr(0)));
             return;
         }
         self.push(KernelArg::Ptr(part.device_address()));
-        self.accesses[self.access_count] = Some(part.access(write));
-        self.access_count += 1;
-    }
-
-    fn with_accesses<R>(&self, act: impl FnOnce(&mut [Access<'a>]) -> R) -> R {
-        let Some(first) = self.accesses[0] else { return act(&mut []) };
-        let mut accesses = [first; PARAMETERS_MAX];
-        for (access, known) in accesses.iter_mut().zip(self.accesses.iter().flatten()) {
-            *access = *known;
-        }
-        act(&mut accesses[..self.access_count])
+        self.accesses[index] = Some(part.access(write));
     }
 }
 
-impl fmt::Debug for ArgumentList<'_> {
+impl<const A: usize, const N: usize> fmt::Debug for ArgumentList<'_, A, N> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.arguments().fmt(f)
     }
 }
 
 mod sealed {
-    use super::ArgumentList;
+    use super::{ArgumentList, Launch};
+    use crate::Result;
 
     pub trait Parameter {
         /// The sizes of the arguments that it makes.
@@ -298,11 +308,12 @@ mod sealed {
     }
 
     pub trait Argument<'a, P> {
-        fn push_to(self, list: &mut ArgumentList<'a>);
+        /// Adds it as the argument for the parameter `index`.
+        fn push_to<const A: usize, const N: usize>(self, list: &mut ArgumentList<'a, A, N>, index: usize);
     }
 
     pub trait Arguments<'a, P> {
-        fn push_to(self, list: &mut ArgumentList<'a>);
+        fn launch(self, launch: &Launch<'_>) -> Result<()>;
     }
 }
 
@@ -316,7 +327,8 @@ macro_rules! numbers {
         impl Parameter for $ty {}
 
         impl<'a> sealed::Argument<'a, $ty> for $ty {
-            fn push_to(self, list: &mut ArgumentList<'a>) {
+            #[inline]
+            fn push_to<const A: usize, const N: usize>(self, list: &mut ArgumentList<'a, A, N>, _: usize) {
                 list.push(self.into());
             }
         }
@@ -337,9 +349,10 @@ macro_rules! memory {
         impl<T> Parameter for $name<T> {}
 
         impl<'a, T: Pod, V: $into<'a, T>> sealed::Argument<'a, $name<T>> for V {
-            fn push_to(self, list: &mut ArgumentList<'a>) {
+            #[inline]
+            fn push_to<const A: usize, const N: usize>(self, list: &mut ArgumentList<'a, A, N>, index: usize) {
                 let view = self.$view();
-                list.push_part(&view.part, $write);
+                list.push_part(index, &view.part, $write);
                 if $with_len {
                     list.push(KernelArg::U64(view.len() as u64));
                 }
@@ -369,8 +382,13 @@ macro_rules! tuples {
         impl<$($p: Parameter),*> Parameters for ($($p,)*) {}
 
         impl<'a, $($p: Parameter, $a: Argument<'a, $p>),*> sealed::Arguments<'a, ($($p,)*)> for ($($a,)*) {
-            fn push_to(self, list: &mut ArgumentList<'a>) {
-                $(self.$field.push_to(list);)*
+            #[inline]
+            fn launch(self, launch: &Launch<'_>) -> Result<()> {
+                const PARAMETERS: usize = [$($field),*].len();
+                // A slice is two arguments.
+                let mut list = ArgumentList::<{ 2 * PARAMETERS }, PARAMETERS>::new();
+                $(self.$field.push_to(&mut list, $field);)*
+                launch.queue(&list)
             }
         }
 

@@ -34,8 +34,8 @@
 //! - Before the driver is called: lengths, ranges, devices, for kernels the number and sizes of arguments, and that no
 //!   memory [sleeps](crate::memory::Tags).
 //! - In the order of streams: each buffer knows which streams used which of its bytes. A use that conflicts with one in
-//!   another stream waits for it, by an event. As long as one stream uses a buffer, that costs a comparison, and no
-//!   lock and no memory; streams that use different parts, or only read, do not wait.
+//!   another stream waits for it, by an event. As long as one stream uses a buffer, that costs a few comparisons, and
+//!   no lock and no memory; streams that use different parts, or only read, do not wait.
 //! - At its free: the allocator knows every stream that used it, so the memory is reused after their work. There is
 //!   nothing to record by hand, and leaking a value (`mem::forget`) leaks its memory and nothing else.
 //! - In captures: the graph keeps every buffer that its work uses, and its replays are ordered with other uses like any
@@ -56,6 +56,7 @@ mod operation;
 mod order;
 mod pinned_vec;
 mod random;
+mod sole_stream;
 mod submit;
 mod tracked;
 mod vector;

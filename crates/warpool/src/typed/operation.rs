@@ -4,10 +4,11 @@
 //! The locks of all buffers are held until the work is in the stream, so that no thread can order its own work between
 //! the wait and the work. They are taken in the order of the buffers' addresses in host memory.
 //!
-//! A buffer that is not tracked yet is used only in its own stream and is not locked. If another thread begins to track
-//! it meanwhile, both borrow it, so their uses do not conflict; but later ones may, with both. So whoever was not seen
-//! is recorded: by the event in the stream that the other thread waits for, if the work was queued before, else by its
-//! own thread afterwards ([`Access::add_late`]).
+//! A buffer that is private to the stream is not locked. If another thread begins to use it in a second stream
+//! meanwhile, both borrow it, so their uses do not conflict; but later ones may, with both. So whoever was not seen is
+//! recorded: by the event in the stream that the other thread waits for, if the work was queued before, else by its own
+//! thread afterwards ([`Access::add_late`]). No thread can do so while the vector itself is borrowed exclusively, which
+//! needs neither.
 
 use std::sync::Arc;
 
@@ -24,12 +25,14 @@ use crate::{Instance, PooledEvent, Result, Stream};
 pub(super) struct Access<'a> {
     pub(super) memory: Memory<'a>,
     pub(super) span: Span,
+    /// Whether its vector is borrowed exclusively, and no other view of it is in use.
+    pub(super) exclusive: bool,
 }
 
 /// What an operation uses.
 #[derive(Clone, Copy)]
 pub(super) enum Memory<'a> {
-    /// A vector's; once the stream is known, one whose uses need not be recorded.
+    /// A vector's; once the stream is known, one that is private to it.
     Buffer(&'a Buffer),
     /// With uses that are recorded.
     Tracked(&'a Arc<Tracked>),
@@ -67,13 +70,19 @@ impl<'a> Access<'a> {
         }
     }
 
-    /// For a use in `stream`, outside of captures: its uses are recorded, if they must be.
+    /// Whether a use in `stream`, outside of captures, needs no record.
     #[inline]
+    pub(super) fn is_private_to(&self, stream: &Stream) -> bool {
+        match self.memory {
+            Memory::Buffer(buffer) => buffer.is_private_to(stream),
+            Memory::Tracked(_) => false,
+        }
+    }
+
+    /// For a use in `stream`, outside of captures: its uses are recorded, if they must be.
     pub(super) fn track_for(&mut self, stream: &Stream) {
-        if let Memory::Buffer(buffer) = self.memory
-            && let Some(tracked) = buffer.tracked_for(stream)
-        {
-            self.memory = Memory::Tracked(tracked);
+        if !self.is_private_to(stream) {
+            self.memory = Memory::Tracked(self.tracked());
         }
     }
 
@@ -86,15 +95,23 @@ impl<'a> Access<'a> {
         }
     }
 
-    /// Records the use of a buffer that has become tracked meanwhile.
+    /// Records the use of a buffer that was private when the work was queued, if it is not any more.
     #[inline]
     pub(super) fn add_late(&self, stream: &Stream) {
-        if let Memory::Buffer(buffer) = self.memory
-            && let Some(tracked) = buffer.tracked_meanwhile()
-            // It fails inside a host callback, where nothing was queued.
-            && let Ok(mut uses) = tracked.lock_uses()
+        if !self.exclusive
+            && let Memory::Buffer(buffer) = self.memory
+            && let Some(tracked) = buffer.shared_meanwhile()
         {
-            uses.add(stream, self.span, record(stream).as_ref());
+            self.add_to(tracked, stream);
+        }
+    }
+
+    #[cold]
+    fn add_to(&self, tracked: &Tracked, stream: &Stream) {
+        // It fails inside a host callback, where nothing was queued.
+        if let Ok(mut uses) = tracked.lock_uses() {
+            let event = if uses.is_exact() { record(stream) } else { None };
+            uses.add(stream, self.span, event.as_ref());
         }
     }
 }

@@ -5,10 +5,11 @@
 //! followed by an event of its own, so that later waits are for that use and not for what the stream did after it: a
 //! pipeline of two streams overlaps.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use warpool_driver::{DeviceId, StreamId};
 
+use super::sole_stream::SoleStream;
 use crate::capture::CaptureSafe;
 use crate::error::BufferError;
 use crate::{Device, Instance, PooledEvent, Result, Stream};
@@ -70,6 +71,8 @@ pub(super) struct Uses {
     home: Option<StreamId>,
     /// Other streams whose use the allocator knows.
     recorded: Vec<StreamId>,
+    /// Graphs whose replays rely on it that `sole` is there.
+    sole_streams: Vec<Weak<SoleStream>>,
 }
 
 impl Uses {
@@ -77,12 +80,19 @@ impl Uses {
     pub(super) fn allocated_for(device: DeviceId, stream: StreamId, bytes: u64) -> Self {
         let span = Span { start: 0, end: bytes, write: true };
         let first = Use { device, stream, span, event: None, waited: Vec::new() };
-        Self { sole: Some(first), list: Vec::new(), exact: false, home: Some(stream), recorded: Vec::new() }
+        Self {
+            sole: Some(first),
+            list: Vec::new(),
+            exact: false,
+            home: Some(stream),
+            recorded: Vec::new(),
+            sole_streams: Vec::new(),
+        }
     }
 
     /// Memory of the host, which no stream uses yet. The host asks often whether it may access it, so events are exact.
     pub(super) fn of_host() -> Self {
-        Self { sole: None, list: Vec::new(), exact: true, home: None, recorded: Vec::new() }
+        Self { sole: None, list: Vec::new(), exact: true, home: None, recorded: Vec::new(), sole_streams: Vec::new() }
     }
 
     /// Whether an event is to be recorded behind the next use.
@@ -100,18 +110,34 @@ impl Uses {
         self.recorded.push(stream);
     }
 
-    /// Makes `stream` wait for the uses that conflict with its own. `label` names the buffer.
-    #[inline]
-    pub(super) fn wait_for_conflicts(&mut self, stream: &Stream, span: Span, label: &dyn Fn() -> String) -> Result<()> {
-        let mut earlier = self.sole.iter().chain(&self.list);
-        if earlier.all(|earlier| earlier.stream == stream.id()) {
-            return Ok(());
-        }
-        self.wait_for_others(stream, span, label)
+    /// Whether all its uses so far are of that stream, and will be recorded as one.
+    pub(super) fn is_sole(&self, stream: StreamId) -> bool {
+        self.sole.as_ref().is_some_and(|sole| sole.stream == stream)
     }
 
-    #[cold]
-    fn wait_for_others(&mut self, stream: &Stream, span: Span, label: &dyn Fn() -> String) -> Result<()> {
+    /// Replays of a graph rely on it that one stream uses the buffer, until it ends that.
+    pub(super) fn add_sole_stream(&mut self, sole: &Arc<SoleStream>) {
+        self.sole_streams.retain(|known| known.strong_count() > 0);
+        self.sole_streams.push(Arc::downgrade(sole));
+    }
+
+    /// A second stream is about to use the buffer: no replay relies on the contrary any more.
+    pub(super) fn end_sole_streams(&mut self, instance: &Instance) -> Result<()> {
+        for sole in self.sole_streams.iter().filter_map(Weak::upgrade) {
+            sole.end(instance)?;
+        }
+        self.sole_streams = Vec::new();
+        Ok(())
+    }
+
+    /// Whether another stream than `stream` used it.
+    #[inline]
+    pub(super) fn has_other_streams(&self, stream: StreamId) -> bool {
+        self.sole.iter().chain(&self.list).any(|earlier| earlier.stream != stream)
+    }
+
+    /// Makes `stream` wait for the uses that conflict with its own. `label` names the buffer.
+    pub(super) fn wait_for_others(&mut self, stream: &Stream, span: Span, label: &dyn Fn() -> String) -> Result<()> {
         self.exact = true;
         self.list.extend(self.sole.take());
         let id = stream.id();

@@ -4,7 +4,7 @@ use std::panic::Location;
 
 use warpool_driver::DevicePtr;
 
-use super::submit::submit;
+use super::submit::{Reach, submit};
 use super::view::{IntoViewMut, ViewMut};
 use crate::generator::{Generator, Target};
 use crate::{Result, Stream};
@@ -41,15 +41,14 @@ impl Stream {
         line: &'static Location<'static>,
         fill: impl Fn(Target) -> Result<()>,
     ) -> Result<()> {
-        target.part.buffer().expect_device_of(self)?;
         let (ptr, len): (DevicePtr, _) = (target.part.device_address(), target.len() as u64);
         if len == 0 {
-            return Ok(());
+            return target.part.buffer().expect_device_of(self);
         }
         #[expect(unsafe_code, reason = "the promise of `Target::raw`")]
         // SAFETY: the view has `len` elements of 4 bytes there, and `submit` makes sure that the memory stays until the
         // work is done; a graph that captures it keeps the buffer.
         let at = unsafe { Target::raw(ptr, len) };
-        submit(self, &mut [target.part.access(true)], line, &mut || fill(at))
+        submit(self, &[Some(target.part.access(true))], Reach::OwnDevice, line, &mut || fill(at))
     }
 }

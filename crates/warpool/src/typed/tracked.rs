@@ -4,7 +4,7 @@
 //! own destructor makes no driver call and waits for nothing: the allocator knows every stream that used it.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use warpool_driver::{DevicePtr, HostPtr};
@@ -20,10 +20,12 @@ pub(super) struct Tracked {
     block: Block,
     uses: Mutex<Uses>,
     label: OnceLock<Box<str>>,
+    /// Whether another stream than its own may have used it.
+    shared: AtomicBool,
+    /// How many graphs use it.
+    pub(super) graphs: AtomicU32,
     /// Pinned memory alone: whether streams may have uses that the host has not seen completed.
     pub(super) busy: AtomicBool,
-    /// Pinned memory alone: how many graphs use it.
-    pub(super) graphs: AtomicU32,
     /// Pinned memory alone: borrows by the host that replays of graphs must respect; -1 is an exclusive one. Begun
     /// under the lock of the uses.
     pub(super) host_borrows: AtomicI32,
@@ -43,21 +45,22 @@ impl Tracked {
     /// Device memory. What its stream holds may still use it.
     pub(super) fn device(block: DeviceBlock) -> Arc<Self> {
         let uses = Uses::allocated_for(block.device_id(), block.stream_id(), block.bytes());
-        Self::new(Block::Device(block), uses)
+        Self::new(Block::Device(block), uses, false)
     }
 
     /// Pinned memory, which no stream uses yet.
     pub(super) fn pinned(block: HostBlock, instance: Instance) -> Arc<Self> {
-        Self::new(Block::Pinned(block, instance), Uses::of_host())
+        Self::new(Block::Pinned(block, instance), Uses::of_host(), true)
     }
 
-    fn new(block: Block, uses: Uses) -> Arc<Self> {
+    fn new(block: Block, uses: Uses, shared: bool) -> Arc<Self> {
         Arc::new(Self {
             block,
             uses: Mutex::new(uses),
             label: OnceLock::new(),
-            busy: AtomicBool::new(false),
+            shared: AtomicBool::new(shared),
             graphs: AtomicU32::new(0),
+            busy: AtomicBool::new(false),
             host_borrows: AtomicI32::new(0),
             host_wrote: AtomicBool::new(true),
         })
@@ -68,6 +71,13 @@ impl Tracked {
             Block::Device(block) => block.instance(),
             Block::Pinned(_, instance) => instance,
         }
+    }
+
+    /// Whether uses in its own stream need no record: no other stream has used it, and no graph can, whose replays
+    /// borrow nothing.
+    #[inline]
+    pub(super) fn is_private(&self) -> bool {
+        !self.shared.load(Ordering::Relaxed) && self.graphs.load(Ordering::Acquire) == 0
     }
 
     pub(super) fn block(&self) -> &Block {
@@ -110,7 +120,9 @@ impl Tracked {
     /// knows the stream.
     #[inline]
     pub(super) fn prepare(&self, uses: &mut Uses, stream: &Stream, span: Span) -> Result<()> {
-        uses.wait_for_conflicts(stream, span, &|| self.name())?;
+        if uses.has_other_streams(stream.id()) {
+            self.wait_for_others(uses, stream, span)?;
+        }
         if uses.is_new_stream(stream.id()) {
             self.record_stream(uses, stream)?;
         }
@@ -122,6 +134,26 @@ impl Tracked {
             self.busy.store(true, Ordering::Release);
             self.report_host_writes(block)?;
         }
+        Ok(())
+    }
+
+    fn wait_for_others(&self, uses: &mut Uses, stream: &Stream, span: Span) -> Result<()> {
+        if !self.shared.load(Ordering::Relaxed) {
+            self.share(uses)?;
+        }
+        uses.wait_for_others(stream, span, &|| self.name())
+    }
+
+    /// A second stream is about to use it. From here on uses in its own stream are recorded too.
+    ///
+    /// With the fence in [`Buffer::shared_meanwhile`](super::buffer::Buffer::shared_meanwhile): an operation on another
+    /// thread that has not seen this has queued its work already, so the event that is recorded next in its own stream
+    /// comes after that work. The same for replays, by the lock in [`SoleStream`](super::sole_stream::SoleStream).
+    #[cold]
+    fn share(&self, uses: &mut Uses) -> Result<()> {
+        uses.end_sole_streams(self.instance())?;
+        self.shared.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
         Ok(())
     }
 
@@ -137,7 +169,7 @@ impl Tracked {
 
     /// A driver that tracks accesses does not see those of the host through references; it is told before the next use.
     fn report_host_writes(&self, block: &HostBlock) -> Result<()> {
-        if !self.instance().driver().tracks_suballocations() || !self.host_wrote.swap(false, Ordering::AcqRel) {
+        if !self.instance().detects_hazards() || !self.host_wrote.swap(false, Ordering::AcqRel) {
             return Ok(());
         }
         let mut bytes = vec![0; usize::try_from(block.bytes()).expect("it is in memory")];

@@ -33,13 +33,13 @@ macro_rules! vector {
             /// Shared access to all of it, for work on streams.
             #[must_use]
             pub fn view(&self) -> View<'_, T> {
-                View { part: Part::all(&self.buffer, self.len) }
+                View { part: Part::shared(&self.buffer, self.len) }
             }
 
             /// Exclusive access to all of it, for work on streams.
             #[must_use]
             pub fn view_mut(&mut self) -> ViewMut<'_, T> {
-                ViewMut { part: Part::all(&self.buffer, self.len) }
+                ViewMut { part: Part::exclusive(&mut self.buffer, self.len) }
             }
 
             /// Shared access to a part of it, for work on streams.

@@ -11,8 +11,8 @@ use warpool_driver::{Address, DevicePtr};
 use super::buffer::Buffer;
 use super::operation::{Access, Memory};
 use super::order::Span;
-use crate::Result;
 use crate::error::BufferError;
+use crate::{Result, Stream};
 
 /// Shared access to a range of a [`DeviceVec`](super::DeviceVec) or [`PinnedVec`](super::PinnedVec): what `&[T]` is to
 /// a `Vec`.
@@ -29,12 +29,14 @@ pub struct ViewMut<'a, T> {
 pub(super) struct Part<'a, T> {
     buffer: &'a Buffer,
     range: Range<usize>,
+    /// Whether the vector itself is borrowed exclusively for it: no other view of any part of it is in use.
+    exclusive: bool,
     elements: PhantomData<&'a T>,
 }
 
 impl<T> Clone for Part<'_, T> {
     fn clone(&self) -> Self {
-        Self { buffer: self.buffer, range: self.range.clone(), elements: PhantomData }
+        Self { buffer: self.buffer, range: self.range.clone(), exclusive: self.exclusive, elements: PhantomData }
     }
 }
 
@@ -63,38 +65,63 @@ impl<T> Clone for View<'_, T> {
 }
 
 impl<'a, T: Pod> Part<'a, T> {
-    pub(super) fn all(buffer: &'a Buffer, len: usize) -> Self {
-        Self { buffer, range: 0..len, elements: PhantomData }
+    #[inline]
+    pub(super) fn shared(buffer: &'a Buffer, len: usize) -> Self {
+        Self { buffer, range: 0..len, exclusive: false, elements: PhantomData }
     }
 
+    #[inline]
+    pub(super) fn exclusive(buffer: &'a mut Buffer, len: usize) -> Self {
+        Self { buffer, range: 0..len, exclusive: true, elements: PhantomData }
+    }
+
+    /// The same beside other views.
+    fn beside_others(&self) -> Self {
+        Self { exclusive: false, ..self.clone() }
+    }
+
+    #[inline]
     pub(super) fn len(&self) -> usize {
         self.range.len()
     }
 
+    #[inline]
     pub(super) fn bytes(&self) -> u64 {
         (self.len() * size_of::<T>()) as u64
     }
 
+    #[inline]
     fn offset(&self) -> u64 {
         (self.range.start * size_of::<T>()) as u64
     }
 
+    #[inline]
     pub(super) fn buffer(&self) -> &'a Buffer {
         self.buffer
     }
 
+    #[inline]
     pub(super) fn address(&self) -> Address {
         self.buffer.address(self.offset())
     }
 
+    #[inline]
     pub(super) fn device_address(&self) -> DevicePtr {
         self.buffer.device_address(self.offset())
     }
 
+    /// Whether a use in `stream`, outside of captures, needs no record.
+    #[inline]
+    pub(super) fn is_private_to(&self, stream: &Stream) -> bool {
+        self.buffer.is_private_to(stream)
+    }
+
     /// A use of all of it.
+    #[inline]
     pub(super) fn access(&self, write: bool) -> Access<'a> {
         let start = self.offset();
-        Access { memory: Memory::Buffer(self.buffer), span: Span { start, end: start + self.bytes(), write } }
+        let span = Span { start, end: start + self.bytes(), write };
+        Access { memory: Memory::Buffer(self.buffer), span, exclusive: self.exclusive }
     }
 
     fn sub(&self, range: impl RangeBounds<usize>) -> Result<Self> {
@@ -111,7 +138,7 @@ impl<'a, T: Pod> Part<'a, T> {
         match (start, end) {
             (Some(start), Some(end)) if start <= end && end <= self.len() => {
                 let range = self.range.start + start..self.range.start + end;
-                Ok(Self { buffer: self.buffer, range, elements: PhantomData })
+                Ok(Self { range, ..self.clone() })
             }
             _ => {
                 let (start, end) = (start.unwrap_or(usize::MAX), end.unwrap_or(usize::MAX));
@@ -123,6 +150,7 @@ impl<'a, T: Pod> Part<'a, T> {
 
 impl<'a, T: Pod> View<'a, T> {
     /// How many elements it has.
+    #[inline]
     #[must_use]
     pub fn len(&self) -> usize {
         self.part.len()
@@ -152,6 +180,7 @@ impl<'a, T: Pod> View<'a, T> {
 
 impl<'a, T: Pod> ViewMut<'a, T> {
     /// How many elements it has.
+    #[inline]
     #[must_use]
     pub fn len(&self) -> usize {
         self.part.len()
@@ -166,7 +195,7 @@ impl<'a, T: Pod> ViewMut<'a, T> {
     /// Shared access to it.
     #[must_use]
     pub fn view(&self) -> View<'_, T> {
-        View { part: self.part.clone() }
+        View { part: self.part.beside_others() }
     }
 
     /// Exclusive access to it for a shorter time.
@@ -177,7 +206,7 @@ impl<'a, T: Pod> ViewMut<'a, T> {
 
     /// Shared access to a part of it.
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<View<'_, T>> {
-        Ok(View { part: self.part.sub(range)? })
+        self.view().slice(range)
     }
 
     /// Exclusive access to a part of it.
@@ -192,7 +221,8 @@ impl<'a, T: Pod> ViewMut<'a, T> {
 
     /// The parts before and from `middle`. Streams that use different parts do not wait for each other.
     pub fn split_at_mut(self, middle: usize) -> Result<(ViewMut<'a, T>, ViewMut<'a, T>)> {
-        Ok((Self { part: self.part.sub(..middle)? }, Self { part: self.part.sub(middle..)? }))
+        let part = self.part.beside_others();
+        Ok((Self { part: part.sub(..middle)? }, Self { part: part.sub(middle..)? }))
     }
 
     /// As [`View::rows`], to be written.

@@ -8,4 +8,5 @@ mod hazards;
 mod kernels;
 mod order;
 mod pinned;
+mod replays;
 mod vectors;

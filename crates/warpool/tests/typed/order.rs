@@ -8,7 +8,7 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, ErrorCode, Pattern};
 use warpool::memory::{HostAllocator, PinnedSettings};
 use warpool::typed::BufferError;
-use warpool::{DeviceVec, Error, Instance, PinnedVec, Result};
+use warpool::{DeviceVec, Error, Instance, PinnedVec, Result, Stream};
 
 use crate::fixture::Fixture;
 
@@ -206,6 +206,38 @@ fn work_queued_while_another_thread_begins_to_share_is_waited_for() -> Result<()
         })
     })?;
     three.fill(&mut x, 1)?;
+    gpu.finish()
+}
+
+/// The same with halves that two threads have, each exclusively, and with views of an exclusive view.
+#[test]
+fn parts_of_a_vector_are_not_exclusive() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let (one, two, three) = (gpu.stream()?, gpu.stream()?, gpu.stream()?);
+    let fill = |at, stream: &Stream| Ok(gpu.instance.driver().fill(at, Pattern::U32(7), 1 << 19, stream.id())?);
+    let mut x = DeviceVec::<u32>::zeroed(&gpu.allocator, 1 << 20, &one)?;
+    let (mut left, mut right) = x.split_at_mut(1 << 19)?;
+    one.with_address_mut(left.slice_mut(..)?, |at| {
+        std::thread::scope(|scope| scope.spawn(|| two.fill(&mut right, 1)).join().expect("no panic"))?;
+        fill(at, &one)
+    })?;
+    three.fill(&mut x, 1)?;
+
+    let mut first = DeviceVec::<u32>::zeroed(&gpu.allocator, 1 << 19, &one)?;
+    let mut second = DeviceVec::<u32>::zeroed(&gpu.allocator, 1 << 19, &two)?;
+    for by_slice in [false, true] {
+        let mut y = DeviceVec::<u32>::zeroed(&gpu.allocator, 1 << 19, &one)?;
+        let whole = y.view_mut();
+        let view = || if by_slice { whole.slice(..) } else { Ok(whole.view()) };
+        one.with_address(view()?, |from| {
+            let read = || two.copy(view()?, &mut second);
+            std::thread::scope(|scope| scope.spawn(read).join().expect("no panic"))?;
+            one.with_address_mut(&mut first, |to| {
+                Ok(gpu.instance.driver().copy(to.into(), from.into(), 2 << 20, one.id())?)
+            })
+        })?;
+        three.fill(&mut y, 1)?;
+    }
     gpu.finish()
 }
 
