@@ -156,7 +156,6 @@ class Backends(unittest.TestCase):
     @isolated
     def test_default_backend_gives_way_to_a_named_one(self) -> None:
         fake_torch()
-        warpool.torch._DEFAULT_BACKEND = "paged"
         os.environ["WARPOOL_CONF"] = "backend:native"
         warpool.torch.enable()
         self.assertEqual(warpool.torch.settings(), "")
@@ -164,7 +163,6 @@ class Backends(unittest.TestCase):
     @isolated
     def test_default_backend(self) -> None:
         fake_torch()
-        warpool.torch._DEFAULT_BACKEND = "paged"
         warpool.torch.enable()
         self.assertEqual(warpool.torch.settings(), "backend:paged")
 

@@ -35,8 +35,8 @@ __all__ = [
     "wake",
 ]
 
-# The backend if the settings name none; None is the shared object's default, PyTorch's placement.
-_DEFAULT_BACKEND: Optional[str] = None
+# The backend if the settings name none. The shared object uses PyTorch's placement where a GPU cannot map pages.
+_DEFAULT_BACKEND = "paged"
 
 # PyTorch's setter, and our function for it.
 _HOOKS = {
@@ -79,8 +79,8 @@ def enable(conf: Optional[str] = None) -> None:
     PYTORCH_CUDA_ALLOC_CONF. If Warpool is already started in this process, as after a call of `settings` or
     `set_settings`, `conf` is applied on top of the settings in effect, as by `set_settings`.
 
-    `backend` in the settings chooses the allocator: `native` places memory as PyTorch does, `expandable` is the same
-    with expandable segments, `paged` is Warpool's own, which reserves little more than is allocated.
+    `backend` in the settings chooses the allocator: `paged`, the default, is Warpool's own, which reserves little more
+    than is allocated; `native` places memory as PyTorch does, `expandable` is the same with expandable segments.
 
     The first call for a version of PyTorch that the package has no backend for compiles one, into a cache folder. With
     WARPOOL_TORCH=pluggable in the environment, the pluggable interface is used without trying that.

@@ -3,9 +3,9 @@
 Needs PyTorch with CUDA, a GPU, and the shared object: from an installed wheel, or by --library
 (`cargo build --release -p warpool-torch` builds target/release/libwarpool_torch.so).
 
-Each scenario runs in its own process, with PyTorch's allocator as the control, with Warpool as it is by default and
-with its `backend:paged`; training runs in turns. `--only trainings` compares four allocators instead: two longer
-trainings, with one line of JSON per run.
+Each scenario runs in its own process, with PyTorch's allocator as the control, and with Warpool's `backend:native` and
+`backend:paged`; training runs in turns, with Warpool as it is by default. `--only trainings` compares four allocators
+instead: two longer trainings, with one line of JSON per run.
 
 One line per check. Exit status: 0 all of Warpool's checks pass, 1 some fail, 2 they could not be run.
 """
@@ -29,8 +29,8 @@ SCENARIOS = (
     *("mempool", "cudnn", "sharing", "loader", "profiler", "cpp_frames", "collected_graphs"),
     *("reduce_overhead", "max_autotune"),
 )
-# PyTorch's, and Warpool's by default and with pages.
-ALLOCATORS = ("native", "warpool", PAGED)
+# PyTorch's, and Warpool's with PyTorch's placement and with pages.
+ALLOCATORS = ("native", "backend:native", PAGED)
 WARM_UP = 10
 STEP_RATIO_MAX = 1.02
 
@@ -86,13 +86,10 @@ def calls(report: Report) -> None:
 
 def snapshot(report: Report, binary: Optional[str]) -> None:
     """Reads a dump with Python, and replays it with `warpool replay`, which compares every address."""
-    expandable = {"WARPOOL_CONF": "expandable_segments:True"}
-    cases = [("native", "", {}), ("warpool", "", {}), ("warpool", " (expandable)", expandable)]
-    cases.append((PAGED, "", {}))
-    for allocator, kind, environment in cases:
+    for allocator in ("native", "backend:native", "backend:expandable", PAGED):
         with tempfile.TemporaryDirectory() as folder:
-            path, title = str(Path(folder) / "snapshot.pickle"), "snapshot" + kind
-            child(report, "snapshot", allocator, title, WARPOOL_TEST_SNAPSHOT=path, **environment)
+            path, title = str(Path(folder) / "snapshot.pickle"), "snapshot"
+            child(report, title, allocator, WARPOOL_TEST_SNAPSHOT=path)
             if binary is None:
                 report.note(allocator, title, "warpool replay", "skipped: --warpool was not given")
                 continue

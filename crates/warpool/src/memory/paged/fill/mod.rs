@@ -285,8 +285,8 @@ impl Fill<'_> {
         after <= peak.saturating_add(share_of(peak, slack / 100.0))
     }
 
-    /// Reserves addresses for the heap: several times as many as it has, or as the request needs. They cost nothing, and
-    /// where there are enough, old mappings need not be undone. `false` if there are none.
+    /// Reserves addresses for the heap: several times as many as it has, or as the request needs. They cost nothing,
+    /// and where there are enough, old mappings need not be undone. `false` if there are none.
     fn reserve_range(&mut self, kind: SegmentKind, bytes: u64) -> Result<bool> {
         const FIRST: [u64; 2] = [1 << 30, 2 << 30];
         const GROWTH: u64 = 7;
