@@ -49,17 +49,17 @@ impl Stream {
             part.buffer().expect_device_of(self)?;
             return queue(DevicePtr(0));
         }
+        // What it had queued before a panic is a use too.
+        let queue = || catch_unwind(AssertUnwindSafe(|| queue(part.device_address())));
         if is_direct(self) && part.is_private_to(self) {
             let late = || part.access(write).add_late(self);
-            return submit_direct(self, line, late, || queue(part.device_address()));
+            return submit_direct(self, line, late, queue).unwrap_or_else(|panic| resume_unwind(panic));
         }
         let (mut queue, mut outcome) = (Some(queue), None);
         submit(self, &[Some(part.access(write))], Reach::OwnDevice, line, &mut || {
-            let queue = queue.take().expect("work is queued once");
-            // What it had queued before a panic is a use too.
-            outcome = Some(catch_unwind(AssertUnwindSafe(|| queue(part.device_address()))));
+            outcome = queue.take().map(|queue| queue());
             Ok(())
         })?;
-        outcome.expect("it was called").unwrap_or_else(|panic| resume_unwind(panic))
+        outcome.expect("work is queued once").unwrap_or_else(|panic| resume_unwind(panic))
     }
 }

@@ -30,21 +30,12 @@ pub(super) fn is_direct(stream: &Stream) -> bool {
 pub(super) fn submit_direct<R>(
     stream: &Stream,
     line: &'static Location<'static>,
-    late: impl FnMut(),
+    late: impl FnOnce(),
     queue: impl FnOnce() -> R,
 ) -> R {
-    // As a destructor: what was queued before a panic is a use too.
-    let _late = AtEnd(late);
-    stream.instance().at_line(line, queue)
-}
-
-struct AtEnd<F: FnMut()>(F);
-
-impl<F: FnMut()> Drop for AtEnd<F> {
-    #[inline]
-    fn drop(&mut self) {
-        (self.0)();
-    }
+    let outcome = stream.instance().at_line(line, queue);
+    late();
+    outcome
 }
 
 /// Queues work in `stream` that uses `accesses`, by the driver calls in `queue`, for the program's line `line`. If the
