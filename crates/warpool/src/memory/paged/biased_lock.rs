@@ -98,6 +98,15 @@ impl<T> BiasedLock<T> {
 
     #[inline]
     pub(in crate::memory) fn lock(&self) -> BiasedGuard<'_, T> {
+        match self.lock_by_bias() {
+            Some(guard) => guard,
+            None => self.lock_without_bias(),
+        }
+    }
+
+    /// The same, if the calling thread has the bias.
+    #[inline(always)]
+    pub(in crate::memory) fn lock_by_bias(&self) -> Option<BiasedGuard<'_, T>> {
         let bias = self.bias.load(Ordering::Relaxed);
         if bias / PLACES as u64 == known_thread_number() {
             let held = &self.inside[bias as usize % PLACES];
@@ -106,11 +115,11 @@ impl<T> BiasedLock<T> {
             compiler_fence(Ordering::SeqCst);
             if self.bias.load(Ordering::Relaxed) == bias {
                 // What the thread sees was written by itself, or before it got the bias.
-                return BiasedGuard { lock: self, held, stays: PhantomData };
+                return Some(BiasedGuard { lock: self, held, stays: PhantomData });
             }
             held.store(false, Ordering::Release);
         }
-        self.lock_without_bias()
+        None
     }
 
     #[inline(never)]

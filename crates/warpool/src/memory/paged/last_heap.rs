@@ -3,7 +3,6 @@
 #![expect(unsafe_code, reason = "a heap is found by its address")]
 
 use std::cell::Cell;
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use warpool_driver::{DeviceId, StreamId};
@@ -30,7 +29,8 @@ struct LastHeap {
     /// The device's index in its allocator.
     index: u32,
     number: u32,
-    cell: NonNull<BiasedLock<Heap>>,
+    /// Not a `NonNull`, whose niche every access to the thread's variable would look at.
+    cell: *const BiasedLock<Heap>,
 }
 
 /// The index, in its allocator, of the device that the thread used last; of whichever allocator that was.
@@ -42,7 +42,7 @@ pub(super) fn last_device() -> usize {
 thread_local! {
     static LAST: Cell<LastHeap> = const {
         let (stream, pool) = (StreamId(0), MemPoolId::DEFAULT);
-        Cell::new(LastHeap { device: 0, stream, pool, index: 0, number: 0, cell: NonNull::dangling() })
+        Cell::new(LastHeap { device: 0, stream, pool, index: 0, number: 0, cell: std::ptr::null() })
     };
 }
 
@@ -82,14 +82,16 @@ impl DeviceKey {
 
     #[inline]
     fn cell(_: &Heaps, last: LastHeap) -> &BiasedLock<Heap> {
+        // SAFETY: it was noted with the key that it is asked for, and only heaps are noted so.
+        unsafe { std::hint::assert_unchecked(!last.cell.is_null()) };
         // SAFETY: it was noted for the device with this key, of which there is one. That device is alive, since its
         // heaps are borrowed, and heaps neither move nor end before it.
-        unsafe { last.cell.as_ref() }
+        unsafe { &*last.cell }
     }
 
     /// Notes that the thread goes on with a heap. Returns the one before, if it was another of the same device.
     pub(super) fn note(&self, heaps: &Heaps, number: u32, stream: StreamId, pool: MemPoolId) -> Option<u32> {
-        let cell = NonNull::from(heaps.get(number));
+        let cell = std::ptr::from_ref(heaps.get(number));
         let next = LastHeap { device: self.key, stream, pool, index: self.index, number, cell };
         let last = LAST.replace(next);
         (last.device == self.key && last.number != number).then_some(last.number)

@@ -72,7 +72,7 @@ impl Ring {
         self.next = if self.entries.len() < self.entries_max { self.entries.len() } else { 0 };
     }
 
-    #[inline]
+    #[inline(always)]
     pub(super) fn push(&mut self, entry: StoredEntry) {
         match self.entries.get_mut(self.next) {
             Some(oldest) => *oldest = entry,

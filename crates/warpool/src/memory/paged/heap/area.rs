@@ -98,7 +98,7 @@ impl Area {
     ) -> Option<(u32, &'a mut Block)> {
         let slot = slot_of(bytes);
         let id = self.recent.peek_uncounted(slot)?;
-        let block = blocks.get_mut(id);
+        let block = blocks.try_get_mut(id)?;
         let is_chosen = self.kind == SegmentKind::Small || self.best == (id, self.bins.version());
         if block.requested != requested || !is_chosen {
             return None;
@@ -120,6 +120,12 @@ impl Area {
             self.best = best;
         }
         Some(self.recent.take(slot))
+    }
+
+    /// Begins to load the block that a search for that size looks at first.
+    #[inline]
+    pub(super) fn prefetch_fit(&self, blocks: &Blocks, bytes: u64) {
+        blocks.prefetch(self.bins.first_of(bytes / GRAIN));
     }
 
     /// Whether a search for a block of this size would choose the place of this one, which is recent.
@@ -146,6 +152,19 @@ impl Area {
             self.make_room(blocks, slot, counters);
         }
         self.recent.put(slot, id, uncounted);
+    }
+
+    /// Keeps a freed block for a moment, with its free to be counted later, if no other is in the way.
+    #[inline(always)]
+    pub(super) fn put_recent_alone(&mut self, block: &mut Block, id: u32) -> bool {
+        let slot = slot_of(block.bytes);
+        let others = if self.kind == SegmentKind::Large { recent::ALL } else { 1 << slot };
+        let is_alone = !self.recent.has_any(others);
+        if is_alone {
+            block.state = State::Recent;
+            self.recent.put(slot, id, true);
+        }
+        is_alone
     }
 
     /// Merges the block that is in a slot; in a large area all of them.
@@ -237,7 +256,7 @@ impl Area {
         let at = self.removed.pop().unwrap_or_else(|| u32::try_from(self.ranges.len()).expect("few ranges"));
         let first = blocks.add(base, bytes, self.kind, at, state);
         let is_segment = state != State::Hole;
-        let range = AddressRange { number, base, first, is_segment, starts: Starts::new(self.kind) };
+        let range = AddressRange { number, base, first, is_segment, starts: Starts::new(self.kind, bytes) };
         if (at as usize) < self.ranges.len() {
             self.ranges[at as usize] = range;
         } else {

@@ -74,6 +74,12 @@ impl Bins {
         self.set_head(bin, head);
     }
 
+    /// The first block in the bin of a size.
+    #[inline]
+    pub(super) fn first_of(&self, grains: u64) -> u32 {
+        self.heads[bin_of(grains)]
+    }
+
     /// Takes the first block of a bin that is not empty.
     #[inline]
     fn pop(&mut self, blocks: &mut Blocks, bin: usize) -> u32 {

@@ -1,5 +1,6 @@
 //! Blocks: what the address ranges of a heap are divided into.
 
+use super::prefetch::prefetch;
 use crate::memory::SegmentKind;
 
 /// The unit of sizes and addresses.
@@ -82,6 +83,12 @@ impl Block {
         self.bytes / GRAIN
     }
 
+    /// Whether it is allocated, and only its own stream uses it.
+    #[inline]
+    pub(super) fn is_plain(&self) -> bool {
+        self.state == State::Allocated && !self.has_uses && self.holds == 0
+    }
+
     #[inline]
     pub(super) fn end(&self) -> u64 {
         self.addr + self.bytes
@@ -143,6 +150,17 @@ impl Blocks {
     #[inline]
     pub(super) fn try_get(&self, id: u32) -> Option<&Block> {
         self.all.get(id as usize)
+    }
+
+    #[inline]
+    pub(super) fn try_get_mut(&mut self, id: u32) -> Option<&mut Block> {
+        self.all.get_mut(id as usize)
+    }
+
+    /// Begins to load a block that is needed soon.
+    #[inline]
+    pub(super) fn prefetch(&self, id: u32) {
+        prefetch(self.all.as_ptr().wrapping_add(id as usize));
     }
 
     /// A new block without neighbours.

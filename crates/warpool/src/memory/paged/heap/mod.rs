@@ -10,6 +10,7 @@ mod bins;
 mod block;
 mod check;
 mod checkpoint;
+mod prefetch;
 mod recent;
 mod segments;
 mod starts;
@@ -66,6 +67,16 @@ pub(super) enum Freed {
     Pending,
 }
 
+/// What became of a block that was to be freed in the hot path.
+pub(super) enum FreedAgain {
+    /// It is free.
+    Kept,
+    /// It can be freed, with more to do.
+    Crowded(u32),
+    /// It has to be looked at more closely.
+    Refused,
+}
+
 impl Heap {
     pub(super) fn new(stream: StreamId, stream_raw: u64, pool: MemPoolId) -> Self {
         Self {
@@ -100,20 +111,30 @@ impl Heap {
     /// Takes a free block for a request of `requested` bytes.
     #[inline(always)]
     pub(super) fn allocate(&mut self, requested: u64) -> Option<u32> {
-        let bytes = rounded(requested);
-        let kind = kind_of(bytes);
-        let Some((id, block)) = self.areas[kind as usize].take_again(&mut self.blocks, requested, bytes) else {
-            return self.search(requested);
-        };
-        block.state = State::Allocated;
-        self.counters.allocated_again(kind, bytes, requested);
-        Some(id)
+        if let Some((id, _)) = self.allocate_again(requested) {
+            return Some(id);
+        }
+        self.search(requested)
     }
 
+    /// The same, if a block of that size was freed a moment ago and nothing else is to be looked at. It cannot panic,
+    /// so the hot path needs no code that would release the lock then.
+    #[inline(always)]
+    pub(super) fn allocate_again(&mut self, requested: u64) -> Option<(u32, &Block)> {
+        let bytes = rounded(requested);
+        let kind = kind_of(bytes);
+        let (id, block) = self.areas[kind as usize].take_again(&mut self.blocks, requested, bytes)?;
+        block.state = State::Allocated;
+        self.counters.allocated_again(kind, bytes, requested);
+        Some((id, block))
+    }
+
+    /// The same in every other case.
     #[inline(never)]
-    fn search(&mut self, requested: u64) -> Option<u32> {
+    pub(super) fn search(&mut self, requested: u64) -> Option<u32> {
         let bytes = rounded(requested);
         let area = &mut self.areas[kind_of(bytes) as usize];
+        area.prefetch_fit(&self.blocks, bytes);
         if let Some(taken) = area.take_recent(&self.blocks, bytes) {
             if taken.uncounted {
                 recent::count_free(self.blocks.get(taken.id), &mut self.counters);
@@ -216,16 +237,41 @@ impl Heap {
         if self.blocks.get(id).addr == addr { self.free_plain_block(id) } else { None }
     }
 
+    /// The same, except that a block that cannot be kept for a moment without another one being merged first is not
+    /// freed yet. It cannot panic, as [`allocate_again`](Self::allocate_again).
+    #[inline(always)]
+    pub(super) fn free_again(&mut self, kind: SegmentKind, range: u32, addr: u64) -> FreedAgain {
+        let area = &mut self.areas[kind as usize];
+        let Some(id) = area.started_at(range, addr) else { return FreedAgain::Refused };
+        let Some(block) = self.blocks.try_get_mut(id) else { return FreedAgain::Refused };
+        let is_plain = block.addr == addr && block.is_plain() && self.stacks.is_empty();
+        if !is_plain {
+            return FreedAgain::Refused;
+        }
+        let (prev, next) = (block.prev, block.next);
+        if !area.put_recent_alone(block, id) {
+            return FreedAgain::Crowded(id);
+        }
+        block.generation = block.generation.wrapping_add(1);
+        // When it is merged, they are looked at.
+        self.blocks.prefetch(prev);
+        self.blocks.prefetch(next);
+        FreedAgain::Kept
+    }
+
     /// The same of a block that may be allocated.
     #[inline(always)]
     pub(super) fn free_plain_block(&mut self, id: u32) -> Option<u64> {
         let block = self.blocks.get_mut(id);
-        let is_plain = block.state == State::Allocated && !block.has_uses && block.holds == 0;
-        if !is_plain || !self.stacks.is_empty() {
+        if !block.is_plain() || !self.stacks.is_empty() {
             return None;
         }
         block.generation = block.generation.wrapping_add(1);
-        let requested = block.requested;
+        let (requested, prev, next) = (block.requested, block.prev, block.next);
+        // When it is merged, they are looked at.
+        self.blocks.prefetch(prev);
+        self.blocks.prefetch(next);
+        let block = self.blocks.get(id);
         self.areas[block.kind as usize].put_recent(&mut self.blocks, id, true, &mut self.counters);
         Some(requested)
     }

@@ -10,52 +10,31 @@ use crate::memory::SegmentKind;
 /// The bytes of addresses that share an entry, in a small and in a large area, as powers of two.
 const SHIFT: [u32; 2] = [GRAIN.ilog2(), 20];
 
-const CHUNK: usize = 1024;
-
 /// The starts of blocks in one address range.
 #[derive(Debug)]
 pub(super) struct Starts {
     shift: u32,
-    /// Made when they are first used.
-    chunks: Vec<Option<Box<[u32; CHUNK]>>>,
+    /// For the whole range. They are all [`NONE`] at first, which is 0: the system gives such memory without touching
+    /// it, so entries of addresses that are never used cost nothing.
+    entries: Box<[u32]>,
 }
 
 impl Starts {
-    pub(super) fn new(kind: SegmentKind) -> Self {
-        Self { shift: SHIFT[kind as usize], chunks: Vec::new() }
-    }
-
-    #[inline]
-    fn place(&self, offset: u64) -> (usize, usize) {
-        let entry = (offset >> self.shift) as usize;
-        (entry / CHUNK, entry % CHUNK)
+    /// For a range of that many bytes.
+    pub(super) fn new(kind: SegmentKind, bytes: u64) -> Self {
+        let shift = SHIFT[kind as usize];
+        let entries = usize::try_from(bytes.div_ceil(1 << shift)).expect("a range is smaller than the address space");
+        Self { shift, entries: vec![NONE; entries].into_boxed_slice() }
     }
 
     /// The block that was last allocated at this offset in the range, or near it. It may be another one by now.
     #[inline]
     pub(super) fn get(&self, offset: u64) -> u32 {
-        let (chunk, at) = self.place(offset);
-        match self.chunks.get(chunk) {
-            Some(Some(chunk)) => chunk[at],
-            _ => NONE,
-        }
+        self.entries.get((offset >> self.shift) as usize).copied().unwrap_or(NONE)
     }
 
     #[inline]
     pub(super) fn insert(&mut self, offset: u64, id: u32) {
-        let (chunk, at) = self.place(offset);
-        if let Some(Some(chunk)) = self.chunks.get_mut(chunk) {
-            chunk[at] = id;
-        } else {
-            self.add_chunk(chunk)[at] = id;
-        }
-    }
-
-    #[cold]
-    fn add_chunk(&mut self, chunk: usize) -> &mut [u32; CHUNK] {
-        if chunk >= self.chunks.len() {
-            self.chunks.resize_with(chunk + 1, || None);
-        }
-        self.chunks[chunk].get_or_insert_with(|| Box::new([NONE; CHUNK]))
+        self.entries[(offset >> self.shift) as usize] = id;
     }
 }

@@ -1,5 +1,5 @@
-//! The parts without a mutex, under many interleavings: the spin lock, the biased lock, the heaps by number, and the address space. The
-//! same source files are built with `shuttle` in place of `sync.rs`.
+//! The parts without a mutex, under many interleavings: the spin lock, the biased lock, the heaps by number, and the
+//! address space. The same source files are built with `shuttle` in place of `sync.rs`.
 
 #[path = "../../address_space.rs"]
 #[expect(clippy::duplicate_mod, reason = "built a second time, with another `sync`")]

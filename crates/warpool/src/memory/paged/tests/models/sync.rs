@@ -4,7 +4,7 @@ pub(super) use shuttle::hint::spin_loop;
 pub(super) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 pub(super) use shuttle::thread::yield_now;
 
-/// A schedule of `shuttle` is one order of all loads and stores, so there is nothing for a barrier to do. That it may be
+/// A schedule of `shuttle` is one order of all loads and stores, so there is nothing for a barrier to do: that one is
 /// needed is not tested here.
 pub(super) fn process_barrier() {
     yield_now();
