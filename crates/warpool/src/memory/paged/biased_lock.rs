@@ -110,6 +110,10 @@ impl<T> BiasedLock<T> {
         let bias = self.bias.load(Ordering::Relaxed);
         if bias / PLACES as u64 == known_thread_number() {
             let held = &self.inside[bias as usize % PLACES];
+            if held.load(Ordering::Relaxed) {
+                // Inside already: it waits for itself, as with any lock, instead of having two guards.
+                return None;
+            }
             held.store(true, Ordering::Relaxed);
             // The processor's fence is in `process_barrier`.
             compiler_fence(Ordering::SeqCst);
