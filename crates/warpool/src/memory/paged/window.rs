@@ -1,5 +1,6 @@
 //! Where a request goes that no free block can hold: the window of free addresses that needs the fewest driver calls;
-//! of those, the one that needs the fewest further pages; of those, the lowest.
+//! of those, the one that needs the fewest further pages; of those, the lowest. A request that would run out of memory
+//! otherwise needs the fewest further pages first.
 //!
 //! In some of the addresses pages may be mapped that were taken from there. A page that is free elsewhere is taken
 //! back; a mapping of one that is in use is undone, if the stream has passed. Addresses that were never used need no
@@ -35,14 +36,16 @@ struct Cost {
 }
 
 /// The best window for `bytes` in these runs. Holes are filled in units of `grid` bytes. `takeable` says whether a page
-/// may be taken from where it belongs.
+/// may be taken from where it belongs. `tightest`: pages count before driver calls.
 pub(super) fn choose(
     table: &PageTable,
     runs: &FreeRuns,
     bytes: u64,
     grid: u64,
+    tightest: bool,
     takeable: impl Fn(PageId) -> bool,
 ) -> Option<Window> {
+    let key = |pages: u32, calls: u32, addr: u64| if tightest { (pages, calls, addr) } else { (calls, pages, addr) };
     let mut best: Option<((u32, u32, u64), Window)> = None;
     let with_least = |run| (least_pages(run, runs.holes_of(run), bytes, table), run);
     let mut by_least: Vec<(u32, &FreeRun)> = runs.iter().map(with_least).collect();
@@ -50,13 +53,13 @@ pub(super) fn choose(
     by_least.sort_unstable_by_key(|&(least, run)| (least, run.start));
     let mut sums = Sums::default();
     for (least, run) in by_least {
-        if best.is_some_and(|(best, _)| (0, least, run.start) > best) {
+        if best.is_some_and(|(best, _)| key(least, 0, run.start) > best) {
             continue;
         }
         let costs = Costs::new(table, run, runs.holes_of(run), (bytes, grid), &takeable, &mut sums);
         costs.candidates(|addr| {
             let Some((cost, window)) = costs.of(addr) else { return };
-            let key = (cost.calls, cost.pages, addr);
+            let key = key(cost.pages, cost.calls, addr);
             if best.is_none_or(|(other, _)| key < other) {
                 best = Some((key, window));
             }

@@ -138,10 +138,12 @@ impl Fill<'_> {
                 return Ok(Ok(block));
             }
             let takeable = OnceCell::new();
-            let chosen = window::choose(self.table, &heap.free_runs(kind, bytes), bytes, self.grid(), |id| {
+            let is_takeable = |id| {
                 let own = takeable.get_or_init(|| free_pages(self.table, &heap, takes_own));
                 (own.contains(id) || free_elsewhere.contains(id)) && !excluded.contains(id)
-            });
+            };
+            let (runs, tightest) = (heap.free_runs(kind, bytes), self.request.on_oom);
+            let chosen = window::choose(self.table, &runs, bytes, self.grid(), tightest, is_takeable);
             let Some(window) = chosen else {
                 drop(heap);
                 if !self.reserve_range(kind, bytes)? {
