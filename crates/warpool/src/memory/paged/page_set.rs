@@ -15,6 +15,11 @@ fn place(page: PageId) -> (usize, u64) {
 }
 
 impl PageSet {
+    /// Empty, with room for the pages below this number.
+    pub(super) fn for_pages(end: PageId) -> Self {
+        Self { words: vec![0; (end as usize).div_ceil(64)] }
+    }
+
     pub(super) fn insert(&mut self, page: PageId) {
         let (word, bit) = place(page);
         if word >= self.words.len() {
@@ -37,6 +42,19 @@ impl PageSet {
             self.words[word] &= !bit;
         }
         had
+    }
+
+    /// The pages of both sets.
+    pub(super) fn with(mut self, others: &Self) -> Self {
+        self.words.resize(self.words.len().max(others.words.len()), 0);
+        self.words.iter_mut().zip(&others.words).for_each(|(bits, others)| *bits |= others);
+        self
+    }
+
+    /// The pages that are not in the other set.
+    pub(super) fn without(mut self, others: &Self) -> Self {
+        self.words.iter_mut().zip(&others.words).for_each(|(bits, others)| *bits &= !others);
+        self
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -78,5 +96,16 @@ mod tests {
         assert!(set.remove(64) && !set.remove(64) && !set.remove(1000));
         assert_eq!(set.iter().collect::<Vec<_>>(), [3, 63, 130]);
         assert!(!set.is_empty() && PageSet::default().is_empty());
+    }
+
+    #[test]
+    fn sets_of_different_sizes_are_joined_and_subtracted() {
+        let set = |pages: &[PageId]| pages.iter().copied().collect::<PageSet>();
+        let listed = |set: PageSet| set.iter().collect::<Vec<_>>();
+        let (small, large) = (set(&[1, 2]), set(&[2, 200]));
+        assert_eq!(listed(small.clone().with(&large)), [1, 2, 200]);
+        assert_eq!(listed(large.clone().with(&small)), [1, 2, 200]);
+        assert_eq!(listed(small.clone().without(&large)), [1]);
+        assert_eq!(listed(large.without(&small)), [200]);
     }
 }

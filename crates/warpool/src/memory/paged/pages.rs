@@ -15,6 +15,7 @@ use super::homes::{Home, HomeCounters};
 use super::page_set::PageSet;
 use super::page_sizes::PageSizes;
 use super::pools::SegmentSource;
+use super::window::Search;
 use crate::PooledEvent;
 use crate::memory::{SegmentKind, Stat, StatByKind};
 
@@ -136,6 +137,8 @@ pub(super) struct PageTable {
     pub(super) broken: Vec<(Slot, u32)>,
     /// Bytes of pages, by the kind of the area that they belong to; of unmapped ones, large.
     pub(super) reserved: StatByKind,
+    /// Memory of the search for windows.
+    pub(super) search: Search,
     pub(super) homes: HomeCounters,
     pub(super) totals: PageTotals,
 }
@@ -183,9 +186,15 @@ impl PageTable {
             to_release: Vec::new(),
             broken: Vec::new(),
             reserved: StatByKind::default(),
+            search: Search::default(),
             homes: HomeCounters::default(),
             totals: PageTotals::default(),
         }
+    }
+
+    /// The number behind that of the last page.
+    pub(super) fn pages_end(&self) -> PageId {
+        PageId::try_from(self.pages.len()).expect("fewer than 2^32 pages")
     }
 
     pub(super) fn page(&self, id: PageId) -> &Page {

@@ -1,6 +1,9 @@
 //! Where a request goes that no free block can hold: the window of free addresses that needs the fewest driver calls;
-//! of those, the one that needs the fewest further pages; of those, the lowest. A request that would run out of memory
-//! otherwise needs the fewest further pages first.
+//! of those, the one that needs the fewest further pages; of those, the lowest.
+//!
+//! For a request that would run out of memory otherwise it is the window that leaves most for others: the one with the
+//! fewest slots that nothing else is in. A page that is free within the window is no gain then, since it could be taken
+//! to another one; what is free beside other blocks in a slot can be used nowhere else.
 //!
 //! In some of the addresses pages may be mapped that were taken from there. A page that is free elsewhere is taken
 //! back; a mapping of one that is in use is undone, if the stream has passed. Addresses that were never used need no
@@ -8,7 +11,8 @@
 //! finds its pages there.
 
 use super::heap::{FreeRun, FreeRuns, Hole};
-use super::pages::{Mapping, PageId, PageTable, PassedTakes, SlotState};
+use super::page_set::PageSet;
+use super::pages::{Mapping, PageTable, PassedTakes, SlotState};
 
 /// Free addresses that are to be filled with pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,48 +28,47 @@ pub(super) struct Window {
     pub(super) anchor: u32,
 }
 
-/// One slot of a run, as far as it matters here.
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
-struct Cost {
-    /// Pages that do not belong to it yet.
-    pages: u32,
-    /// Driver calls: mappings that are made, and old ones that are undone for them. Each costs about as much.
-    calls: u32,
-    /// Slots in which another page is mapped that is in use elsewhere.
-    blocked: u32,
+/// What a search keeps from one to the next, for its memory.
+#[derive(Debug, Default)]
+pub(super) struct Search {
+    sums: Sums,
 }
 
-/// The best window for `bytes` in these runs. Holes are filled in units of `grid` bytes. `takeable` says whether a page
-/// may be taken from where it belongs. `tightest`: pages count before driver calls.
-pub(super) fn choose(
-    table: &PageTable,
-    runs: &FreeRuns,
-    bytes: u64,
-    grid: u64,
-    tightest: bool,
-    takeable: impl Fn(PageId) -> bool,
-) -> Option<Window> {
-    let key = |pages: u32, calls: u32, addr: u64| if tightest { (pages, calls, addr) } else { (calls, pages, addr) };
-    let mut best: Option<((u32, u32, u64), Window)> = None;
-    let with_least = |run| (least_pages(run, runs.holes_of(run), bytes, table), run);
-    let mut by_least: Vec<(u32, &FreeRun)> = runs.iter().map(with_least).collect();
-    // The best one is then found early, and the runs that cannot be better are not looked at.
-    by_least.sort_unstable_by_key(|&(least, run)| (least, run.start));
-    let mut sums = Sums::default();
-    for (least, run) in by_least {
-        if best.is_some_and(|(best, _)| key(least, 0, run.start) > best) {
-            continue;
-        }
-        let costs = Costs::new(table, run, runs.holes_of(run), (bytes, grid), &takeable, &mut sums);
-        costs.candidates(|addr| {
-            let Some((cost, window)) = costs.of(addr) else { return };
-            let key = key(cost.pages, cost.calls, addr);
-            if best.is_none_or(|(other, _)| key < other) {
-                best = Some((key, window));
+impl Search {
+    /// The best window for `bytes` in these runs. Holes are filled in units of `unit` slots. `takeable`: the pages that
+    /// may be taken from where they belong. `tightest`: memory counts before driver calls.
+    #[inline(never)]
+    pub(super) fn choose(
+        &mut self,
+        table: &PageTable,
+        runs: &FreeRuns,
+        (bytes, unit): (u64, u32),
+        tightest: bool,
+        takeable: &PageSet,
+    ) -> Option<Window> {
+        let mut best: Option<((u32, u32, u64), Window)> = None;
+        // If memory counts first, it says nothing: pages in free blocks count too.
+        let least = |run| if tightest { 0 } else { least_pages(run, runs.holes_of(run), bytes, table) };
+        let mut by_least: Vec<(u32, &FreeRun)> = runs.iter().map(|run| (least(run), run)).collect();
+        // The best one is then found early, and the runs that cannot be better are not looked at.
+        by_least.sort_unstable_by_key(|&(least, run)| (least, run.start));
+        for (least, run) in by_least {
+            if best.is_some_and(|(best, _)| (0, least, run.start) > best) {
+                continue;
             }
-        });
+            let costs = Costs::new(table, run, runs.holes_of(run), (bytes, unit), takeable, &mut self.sums);
+            costs.candidates(|candidate, cursor| {
+                let Some(fit) = costs.fit(candidate, cursor) else { return };
+                let (first, second) =
+                    if tightest { (costs.whole_slots(&fit), fit.calls) } else { (fit.calls, fit.pages) };
+                let key = (first, second, candidate.addr);
+                if best.is_none_or(|(other, _)| key < other) && !costs.cuts_page(&fit) {
+                    best = Some((key, costs.window(candidate, &fit)));
+                }
+            });
+        }
+        best.map(|(_, window)| window)
     }
-    best.map(|(_, window)| window)
 }
 
 /// No window of the run needs fewer pages: as many slots as it has outside of its holes have one.
@@ -76,32 +79,136 @@ fn least_pages(run: &FreeRun, holes: &[Hole], bytes: u64, table: &PageTable) -> 
     u32::try_from((bytes / table.slot_bytes).saturating_sub(own)).unwrap_or(u32::MAX)
 }
 
-/// Costs by slot, kept from one run to the next for their memory. Only slots in holes cost something.
-#[derive(Default)]
-struct Sums {
-    /// Of all slots in holes before each; at last of all.
-    before: Vec<Cost>,
-    /// How many slots in holes there are before each hole.
-    slots_before: Vec<u32>,
-    /// Slots that cost something else than the one before.
-    edges: Vec<u32>,
+/// What must be done to use slots in holes, beside getting a page for each. In one word, since thousands are added up:
+/// driver calls (mappings that are made, and old ones that are undone for them; each costs about as much), and above
+/// them slots in which another page is mapped that is in use elsewhere.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Cost(u64);
+
+impl Cost {
+    const BLOCKED: Self = Self(1 << 32);
+
+    const fn calls(calls: u32) -> Self {
+        Self(calls as u64)
+    }
 }
 
-/// Sums over the slots of a run, so that the cost of a window is a difference.
+/// The slots of a hole: from `first` up to `behind`, which is not in it.
+#[derive(Debug)]
+struct HoleSlots {
+    first: u32,
+    behind: u32,
+    /// How many slots in holes there are before it.
+    before: u32,
+}
+
+/// A slot that costs something else than the one before, or that the run begins with or ends before.
+#[derive(Clone, Copy, Debug)]
+struct Edge {
+    index: u32,
+    /// Whether it costs more. What is behind the run costs more than all, and so does what is before it.
+    rises: bool,
+}
+
+/// Costs of the slots of a run, kept from one run to the next for their memory. Only slots in holes cost something.
+#[derive(Debug, Default)]
+struct Sums {
+    holes: Vec<HoleSlots>,
+    /// The cost of all slots in holes before each; at last of all.
+    before: Vec<Cost>,
+    edges: Vec<Edge>,
+}
+
+impl Sums {
+    fn clear(&mut self) {
+        self.holes.clear();
+        self.edges.clear();
+        self.before.clear();
+        self.before.push(Cost::default());
+    }
+
+    fn begin_hole(&mut self, first: u32, behind: u32) {
+        self.holes.push(HoleSlots { first, behind, before: self.before.len() as u32 - 1 });
+    }
+
+    fn add_edge(&mut self, index: u32, rises: bool) {
+        self.edges.push(Edge { index, rises });
+    }
+
+    /// Adds slots of a hole, the first of which is an edge already. Returns the cost of the last. Thousands in a search:
+    /// nothing else is in this function that needs registers.
+    #[inline(never)]
+    fn add_used(&mut self, first: u32, slots: &[SlotState], takeable: &PageSet, passed: PassedTakes) -> Option<Cost> {
+        let cost = |state: &SlotState| cost(state, takeable, passed).0;
+        let (start, mut sum) = (self.before.len(), self.before.last()?.0);
+        let mut previous = cost(slots.first()?);
+        self.before.resize(start + slots.len(), Cost::default());
+        for ((state, before), index) in slots.iter().zip(&mut self.before[start..]).zip(first..) {
+            let cost = cost(state);
+            if cost != previous {
+                self.edges.push(Edge { index, rises: cost > previous });
+                previous = cost;
+            }
+            sum += cost;
+            *before = Cost(sum);
+        }
+        Some(Cost(previous))
+    }
+
+    /// Adds slots of a hole that were never used, behind those that were.
+    fn add_unused(&mut self, first: u32, end: u32, last_used: Option<Cost>) {
+        let (Cost(sum), Cost(each)) = (self.before.last().copied().unwrap_or_default(), Cost::calls(1));
+        if let Some(Cost(last)) = last_used.filter(|&Cost(last)| first < end && last != each) {
+            self.add_edge(first, each > last);
+        }
+        self.before.extend((1..=u64::from(end - first)).map(|slots| Cost(sum + slots * each)));
+    }
+}
+
+/// Where a block could be: its address, and the slots of its first and of its last byte.
+#[derive(Clone, Copy)]
+struct Candidate {
+    addr: u64,
+    first: u32,
+    last: u32,
+}
+
+/// The first holes that end behind the first and behind the last slot of a candidate. Candidates come by ascending
+/// address, so these are found from those of the one before.
+#[derive(Default)]
+struct Cursor {
+    first: usize,
+    last: usize,
+}
+
+/// What the window of a candidate needs, and where it is.
+struct Fit {
+    pages: u32,
+    calls: u32,
+    /// Its first and its last slot.
+    first: u32,
+    last: u32,
+    /// Whether it begins and ends with whole slots, in holes. Otherwise it begins and ends with the block.
+    whole: (bool, bool),
+}
+
+/// Sums over the slots of a run, so that the cost of a window is a difference. Slots are numbered from the start of the
+/// range, and holes and candidates given by them: divisions by a slot's size took most of the time.
 struct Costs<'a> {
     slots: &'a [SlotState],
     /// The sizes of pages are looked up in it.
     table: &'a PageTable,
     passed: PassedTakes,
     run: &'a FreeRun,
-    /// Its holes, as far as it is looked at.
-    holes: &'a [Hole],
     bytes: u64,
     slot: u64,
-    grid: u64,
+    /// How many slots are filled together: a power of two.
+    unit: u32,
     base: u64,
     /// Where the run ends, as far as it is looked at.
     end: u64,
+    /// The first slot that is not wholly before that end.
+    behind: u32,
     sums: &'a mut Sums,
 }
 
@@ -109,133 +216,178 @@ impl<'a> Costs<'a> {
     fn new(
         table: &'a PageTable,
         run: &'a FreeRun,
-        holes: &'a [Hole],
-        (bytes, grid): (u64, u64),
-        takeable: &impl Fn(PageId) -> bool,
+        holes: &[Hole],
+        (bytes, unit): (u64, u32),
+        takeable: &PageSet,
         sums: &'a mut Sums,
     ) -> Self {
         let (slot, base) = (table.slot_bytes, table.range(run.range).base);
         // Behind the last slot that was ever used, all windows cost the same.
         let used = base + u64::from(table.slots_used(run.range)) * slot;
-        let end = run.end.min((used.max(run.start) + bytes + slot - base).next_multiple_of(grid) + base);
-        let holes = &holes[..holes.partition_point(|hole| hole.start < end)];
+        let looked_at = (used.max(run.start) + bytes + slot - base).next_multiple_of(u64::from(unit) * slot);
+        let end = run.end.min(looked_at + base);
         let (slots, passed) = (table.slots(run.range), table.passed_takes(run.range));
-        let costs = Self { slots, table, passed, run, holes, bytes, slot, grid, base, end, sums };
-        costs.sum(takeable)
+        let behind = index(base, slot, end);
+        let costs = Self { slots, table, passed, run, bytes, slot, unit, base, end, behind, sums };
+        costs.sum(holes, takeable)
     }
 
     /// Sums up the costs.
-    fn sum(self, takeable: &impl Fn(PageId) -> bool) -> Self {
-        let Sums { before, slots_before, edges } = &mut *self.sums;
-        before.clear();
-        slots_before.clear();
-        edges.clear();
-        let (base, slot, end) = (self.base, self.slot, self.end);
-        let index = |addr: u64| u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots");
-        let mut sum = Cost::default();
-        before.push(sum);
-        if self.holes.first().is_none_or(|hole| self.run.start < hole.start) {
-            edges.push(index(self.run.start));
+    fn sum(self, holes: &[Hole], takeable: &PageSet) -> Self {
+        let (start, stop) = (self.run.start, self.index(self.end - 1) + 1);
+        self.sums.clear();
+        if holes.first().is_none_or(|hole| start < hole.start) {
+            self.sums.add_edge(index(self.base, self.slot, start), false);
         }
-        for hole in self.holes {
-            let mut previous = (self.run.start < hole.start).then(Cost::default);
-            slots_before.push(u32::try_from(before.len() - 1).expect("fewer than 2^32 slots"));
-            let behind = index(hole.end.min(end) - 1) + 1;
-            for index in index(hole.start)..behind {
-                let state = self.slots.get(index as usize).copied().unwrap_or_default();
-                let cost = match state.mapping {
-                    Mapping::Nothing => Cost { pages: 1, calls: 1, blocked: 0 },
-                    Mapping::Page { page, .. } if takeable(page) => Cost { pages: 1, calls: 0, blocked: 0 },
-                    Mapping::Page { .. } if self.passed.has_passed(&state) => Cost { pages: 1, calls: 2, blocked: 0 },
-                    Mapping::Page { .. } | Mapping::Broken => Cost { pages: 1, calls: 0, blocked: 1 },
-                };
-                if previous.replace(cost) != Some(cost) {
-                    edges.push(index);
-                }
-                sum.pages += cost.pages;
-                sum.calls += cost.calls;
-                sum.blocked += cost.blocked;
-                before.push(sum);
-            }
-            if hole.end < end {
-                edges.push(behind);
+        for hole in holes.iter().take_while(|hole| hole.start < self.end) {
+            let (first, behind) = (self.index(hole.start), self.index(hole.end));
+            let end = behind.min(stop);
+            let used = self.slots.get(first as usize..self.slots.len().min(end as usize)).unwrap_or_default();
+            self.sums.begin_hole(first, behind);
+            self.sums.add_edge(first, start < hole.start);
+            let last = self.sums.add_used(first, used, takeable, self.passed);
+            self.sums.add_unused(first + used.len() as u32, end, last);
+            if behind < stop {
+                self.sums.add_edge(behind, false);
             }
         }
-        edges.push(index(end - 1) + 1);
+        self.sums.add_edge(stop, true);
         self
     }
 
     fn index(&self, addr: u64) -> u32 {
-        u32::try_from((addr - self.base) / self.slot).expect("fewer than 2^32 slots")
+        index(self.base, self.slot, addr)
     }
 
-    /// Windows that begin or end with the run or where the cost changes: moved from one such place towards the next, a
-    /// window's cost changes steadily.
-    fn candidates(&self, mut consider: impl FnMut(u64)) {
+    /// The first slot of the unit that a slot is in.
+    fn unit_at(&self, index: u32) -> u32 {
+        index & !(self.unit - 1)
+    }
+
+    /// Windows that begin or end with the run, begin where slots begin to cost less, or end where they begin to cost
+    /// more. Of the windows between two of them, none is better than both: as one moves on, its cost changes steadily.
+    fn candidates(&self, mut consider: impl FnMut(Candidate, &mut Cursor)) {
         let (start, end, bytes) = (self.run.start, self.end, self.bytes);
         if end - start < bytes {
             return;
         }
-        consider(start);
-        if end == self.run.end {
-            consider(end - bytes);
-        }
-        for &edge in &self.sums.edges {
-            let offset = u64::from(edge) * self.slot;
-            let below = offset / self.grid * self.grid;
-            let above = (below < offset).then_some(below + self.grid);
-            for boundary in std::iter::once(below).chain(above) {
-                let at = self.base + boundary;
-                if (start..=end - bytes).contains(&at) {
-                    consider(at);
+        let at = |addr: u64| Candidate { addr, first: self.index(addr), last: self.index(addr + bytes - 1) };
+        let (mut beginning, mut ending) = (Cursor::default(), Cursor::default());
+        consider(at(start), &mut beginning);
+        let slots = u32::try_from(bytes.div_ceil(self.slot)).expect("fewer than 2^32 slots");
+        let boundaries = |from: u64, to: u64| self.index(from + self.slot - 1)..=self.index(to);
+        let (begins, ends) = (boundaries(start, end - bytes), boundaries(start + bytes, end));
+        // What comes before was considered: to begin there, and to end there.
+        let mut considered = [0; 2];
+        for edge in &self.sums.edges {
+            for boundary in [self.unit_at(edge.index), self.unit_at(edge.index + self.unit - 1)] {
+                let considered = &mut considered[usize::from(edge.rises)];
+                if boundary < *considered {
+                    continue;
                 }
-                if (start + bytes..=end).contains(&at) {
-                    consider(at - bytes);
+                *considered = boundary + 1;
+                let addr = self.base + u64::from(boundary) * self.slot;
+                if !edge.rises && begins.contains(&boundary) {
+                    consider(Candidate { addr, first: boundary, last: boundary + slots - 1 }, &mut beginning);
+                } else if edge.rises && ends.contains(&boundary) {
+                    let candidate = Candidate { addr: addr - bytes, first: boundary - slots, last: boundary - 1 };
+                    consider(candidate, &mut ending);
                 }
             }
+        }
+        if end == self.run.end {
+            consider(at(end - bytes), &mut ending);
         }
     }
 
-    /// The window of a block at `addr`, and its cost; `None` if it cannot be used.
-    fn of(&self, addr: u64) -> Option<(Cost, Window)> {
-        let down = |at: u64| self.base + (at - self.base) / self.grid * self.grid;
-        // The first hole that ends behind an address, if that is in it, and how many slots in holes are before it.
-        let hole_at = |at: u64| {
-            let behind = self.holes.partition_point(|hole| hole.end <= at);
-            let before = self.sums.slots_before.get(behind).copied();
-            let before = before.unwrap_or_else(|| (self.sums.before.len() - 1) as u32);
-            (self.holes.get(behind).filter(|hole| hole.start <= at), before)
-        };
-        let slots_in = |hole: &Hole, end: u64| ((end - hole.start) / self.slot) as u32;
-        let (mut start, mut end) = (addr, addr + self.bytes);
-        let (hole, mut from) = hole_at(start);
-        if let Some(hole) = hole {
-            start = down(start).max(hole.start);
-            from += slots_in(hole, start);
+    /// What a candidate needs; `None` if it cannot be used, but for [`cuts_page`](Self::cuts_page).
+    #[inline]
+    fn fit(&self, candidate: Candidate, cursor: &mut Cursor) -> Option<Fit> {
+        let Candidate { mut first, mut last, .. } = candidate;
+        let (begins_in, mut from) = self.hole_at(first, &mut cursor.first);
+        if let Some(hole) = begins_in {
+            first = self.unit_at(first).max(hole.first);
+            from += first - hole.first;
         }
-        let (hole, mut to) = hole_at(end - 1);
-        if let Some(hole) = hole {
-            end = (down(end - 1) + self.grid).min(hole.end);
-            if end > self.end {
+        let (ends_in, mut to) = self.hole_at(last, &mut cursor.last);
+        if let Some(hole) = ends_in {
+            last = (self.unit_at(last) + self.unit).min(hole.behind) - 1;
+            if last >= self.behind {
                 return None;
             }
-            to += slots_in(hole, end);
+            to += last + 1 - hole.first;
         }
-        let (from, to) = (self.sums.before[from as usize], self.sums.before[to as usize]);
-        let cost =
-            Cost { pages: to.pages - from.pages, calls: to.calls - from.calls, blocked: to.blocked - from.blocked };
-        let can_be_used = cost.blocked == 0 && !self.cuts_page(self.index(start), self.index(end - 1));
-        can_be_used.then_some((cost, Window { addr, start, end, range: self.run.range, anchor: self.run.first }))
+        let cost = self.sums.before[to as usize].0 - self.sums.before[from as usize].0;
+        // More than that many calls: a slot is blocked.
+        let calls = u32::try_from(cost).ok()?;
+        Some(Fit { pages: to - from, calls, first, last, whole: (begins_in.is_some(), ends_in.is_some()) })
+    }
+
+    fn window(&self, candidate: Candidate, fit: &Fit) -> Window {
+        let (range, anchor, addr) = (self.run.range, self.run.first, candidate.addr);
+        let at = |index: u32| self.base + u64::from(index) * self.slot;
+        let start = if fit.whole.0 { at(fit.first) } else { addr };
+        let end = if fit.whole.1 { at(fit.last + 1) } else { addr + self.bytes };
+        Window { addr, start, end, range, anchor }
+    }
+
+    /// The hole that a slot is in, and how many slots in holes there are before that, or else before the slot. `cursor`
+    /// is the first hole that ends behind an earlier slot, and then behind this one.
+    #[inline]
+    fn hole_at(&self, slot: u32, cursor: &mut usize) -> (Option<&HoleSlots>, u32) {
+        let holes = &self.sums.holes;
+        while let Some(hole) = holes.get(*cursor) {
+            if hole.behind > slot {
+                return ((hole.first <= slot).then_some(hole), hole.before);
+            }
+            *cursor += 1;
+        }
+        (None, self.sums.before.len() as u32 - 1)
+    }
+
+    /// How many slots of a window no other block shares, nor a page of which one has a part.
+    fn whole_slots(&self, fit: &Fit) -> u32 {
+        let part_of = |index: u32| {
+            let state = self.slots.get(index as usize).filter(|state| state.is_home)?;
+            let Mapping::Page { page, part } = state.mapping else { return None };
+            Some((part, self.table.page(page).slots - part))
+        };
+        let (mut first, mut behind) = (self.index(self.run.start + self.slot - 1), self.index(self.run.end));
+        if let Some((1.., slots)) = part_of(first) {
+            first += slots;
+        }
+        if let Some((before, 2..)) = behind.checked_sub(1).and_then(part_of) {
+            behind -= before + 1;
+        }
+        (fit.last + 1).min(behind).saturating_sub(fit.first.max(first))
     }
 
     /// Whether a page that would have to be taken back is only partly in the window, and its mapping cannot be undone.
-    fn cuts_page(&self, first: u32, last: u32) -> bool {
+    fn cuts_page(&self, fit: &Fit) -> bool {
         let part_of = |index: u32| {
             let state = self.slots.get(index as usize)?;
             let Mapping::Page { page, part } = state.mapping else { return None };
             let stays = !state.is_home && !self.passed.has_passed(state);
             stays.then(|| (part, self.table.page(page).slots))
         };
-        part_of(first).is_some_and(|(part, _)| part > 0) || part_of(last).is_some_and(|(part, slots)| part + 1 < slots)
+        part_of(fit.first).is_some_and(|(part, _)| part > 0)
+            || part_of(fit.last).is_some_and(|(part, slots)| part + 1 < slots)
+    }
+}
+
+/// The slot of an address.
+fn index(base: u64, slot: u64, addr: u64) -> u32 {
+    u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots")
+}
+
+/// The cost of a slot in a hole.
+#[inline(always)]
+fn cost(state: &SlotState, takeable: &PageSet, passed: PassedTakes) -> Cost {
+    let undone = if passed.has_passed(state) { Cost::calls(2) } else { Cost::BLOCKED };
+    match state.mapping {
+        Mapping::Nothing => Cost::calls(1),
+        Mapping::Page { page, .. } if takeable.contains(page) => Cost::calls(0),
+        Mapping::Page { .. } => undone,
+        Mapping::Broken => Cost::BLOCKED,
     }
 }

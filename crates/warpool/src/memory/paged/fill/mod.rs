@@ -17,8 +17,6 @@ mod order;
 mod take;
 mod take_back;
 
-use std::cell::OnceCell;
-
 use warpool_driver::StreamId;
 
 use crate::memory::limit::share_of;
@@ -32,7 +30,7 @@ use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::pages::{Mapping, PageId, PageTable, Slot};
 use crate::memory::paged::reclaim;
 use crate::memory::paged::supply::Supply;
-use crate::memory::paged::window::{self, Window};
+use crate::memory::paged::window::Window;
 use crate::memory::report::EntryDetails;
 use crate::memory::{MemPoolId, OomCause, SegmentKind};
 use crate::{Error, Result, lock};
@@ -137,13 +135,11 @@ impl Fill<'_> {
             if let Some(block) = heap.allocate(requested) {
                 return Ok(Ok(block));
             }
-            let takeable = OnceCell::new();
-            let is_takeable = |id| {
-                let own = takeable.get_or_init(|| free_pages(self.table, &heap, takes_own));
-                (own.contains(id) || free_elsewhere.contains(id)) && !excluded.contains(id)
-            };
+            let takeable = free_pages(self.table, &heap, takes_own).with(&free_elsewhere).without(&excluded);
             let (runs, tightest) = (heap.free_runs(kind, bytes), self.request.on_oom);
-            let chosen = window::choose(self.table, &runs, bytes, self.grid(), tightest, is_takeable);
+            let mut search = std::mem::take(&mut self.table.search);
+            let chosen = search.choose(self.table, &runs, (bytes, self.unit()), tightest, &takeable);
+            self.table.search = search;
             let Some(window) = chosen else {
                 drop(heap);
                 if !self.reserve_range(kind, bytes)? {
@@ -267,10 +263,6 @@ impl Fill<'_> {
         }
     }
 
-    fn grid(&self) -> u64 {
-        u64::from(self.unit()) * self.table.slot_bytes
-    }
-
     /// Whether pages of the heap itself may be taken.
     pub(super) fn takes_own(&self) -> bool {
         self.request.pool.is_default() || !lock(&self.device.pools).is_fixed(self.request.pool)
@@ -308,7 +300,8 @@ impl Fill<'_> {
 
 /// The pages that are wholly in free blocks of a heap, if those may be taken, and the spare ones.
 fn free_pages(table: &PageTable, heap: &Heap, takes_own: bool) -> PageSet {
-    let mut free: PageSet = table.spare_pages().iter().copied().collect();
+    let mut free = PageSet::for_pages(table.pages_end());
+    free.extend(table.spare_pages().iter().copied());
     if takes_own {
         table.add_free_pages(heap, &mut free);
     }

@@ -12,10 +12,10 @@ impl Fill<'_> {
     /// Pages in free blocks of other heaps, as far as they may be taken. Those that are still mapped in this one need
     /// no driver call.
     pub(super) fn free_in_others(&self) -> PageSet {
-        let mut free = PageSet::default();
         if self.request.capturing || !self.table.was_taken_from(self.request.heap) {
-            return free;
+            return PageSet::default();
         }
+        let mut free = PageSet::for_pages(self.table.pages_end());
         for (number, cell) in self.device.heaps.iter() {
             if number == self.request.heap {
                 continue;
