@@ -125,13 +125,16 @@ impl BenchContext {
         for (case, bytes) in [("owned pair of 64 KiB", 64 * KIB), ("owned pair of 8 MiB", 8 * MIB)] {
             report.add(Row::new(format!("{kind}{case}"), self.owned_pairs(&allocator, bytes)?))?;
         }
-        let threads = self.pairs_on_threads(&allocator, 64 * KIB)?;
-        report.add(Row::new(format!("{kind}pair of 64 KiB, 4 threads on own streams"), threads))?;
+        let of_four = self.pairs_on_threads(&allocator, 64 * KIB)?;
+        report.add(Row::new(format!("{kind}pair of 64 KiB, 4 threads on own streams"), of_four))?;
         self.empty_cache(&allocator)?;
         // Threads that have ended leave traces in an allocator: its locks learn who uses them.
         let allocator = make()?;
-        self.slowest_of_many(kind, &allocator, report)?;
+        self.slowest_of_many(kind, std::slice::from_ref(&allocator), report)?;
         self.empty_cache(&allocator)?;
+        let own = (0..threads()).map(|_| make()).collect::<warpool::Result<Vec<_>>>()?;
+        self.slowest_of_many(kind, &own, report)?;
+        own.iter().try_for_each(|allocator| self.empty_cache(allocator))?;
         for (case, slots) in [
             ("random sizes in 64 slots, per call", 64),
             ("random sizes in 1,024 slots, per call", 1024),
@@ -253,13 +256,16 @@ impl BenchContext {
         })
     }
 
-    /// Pairs of threads with a stream of their own each, next to one thread.
-    fn slowest_of_many(&self, kind: &str, allocator: &SharedAllocator, report: &mut Report<'_>) -> Result<()> {
+    /// Pairs of threads with a stream of their own each, next to one thread. They share an allocator, or have one each:
+    /// how much slower those are is what the machine makes of threads that share nothing.
+    fn slowest_of_many(&self, kind: &str, allocators: &[SharedAllocator], report: &mut Report<'_>) -> Result<()> {
         let (device, threads) = (self.stream.device(), threads());
         let streams = (0..threads).map(|_| device.lease_stream()).collect::<warpool::Result<Vec<_>>>()?;
         let requests: Vec<_> = streams.iter().map(|stream| Request::new(self.device, stream.id(), 64 * KIB)).collect();
-        let measurement = self.slowest_of(threads, &|thread| pair(&**allocator, requests[thread]))?;
-        let case = format!("{kind}pair of 64 KiB, the slowest of {threads} threads on own streams");
+        let allocator = |thread: usize| &*allocators[thread % allocators.len()];
+        let measurement = self.slowest_of(threads, &|thread| pair(allocator(thread), requests[thread]))?;
+        let own = if allocators.len() > 1 { "with an allocator each" } else { "on own streams" };
+        let case = format!("{kind}pair of 64 KiB, the slowest of {threads} threads {own}");
         report.add(Row { baseline: "one thread", ..Row::new(case, measurement) })
     }
 
