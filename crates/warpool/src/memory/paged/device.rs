@@ -19,6 +19,7 @@ use super::inactive::{self, Inactive, InactiveStats};
 use super::last_heap::DeviceKey;
 use super::pages::{PageTable, PageTotals};
 use super::pools::{Pools, SegmentSource};
+use super::window::Search;
 use crate::capture::{CaptureSafe, CaptureStatus};
 use crate::memory::capture_count::CaptureCount;
 use crate::memory::limit::Limits;
@@ -92,6 +93,8 @@ pub(super) struct PagedDevice {
     by_key: RwLock<HeapKeys>,
     pub(super) space: AddressSpace,
     pub(super) pages: Mutex<PageTable>,
+    /// Locked after the pages.
+    pub(super) search: Mutex<Search>,
     pub(super) pools: Mutex<Pools>,
     /// Sources of removed pools and segments, to be dropped.
     removed: Mutex<Vec<SegmentSource>>,
@@ -122,6 +125,7 @@ impl PagedDevice {
             by_key: RwLock::default(),
             space: AddressSpace::new(properties.bytes_total),
             pages: Mutex::new(PageTable::new(slot)),
+            search: Mutex::default(),
             pools: Mutex::new(Pools::new(device.id())),
             removed: Mutex::default(),
             scopes: Scopes::default(),

@@ -15,7 +15,6 @@ use super::homes::{Home, HomeCounters};
 use super::page_set::PageSet;
 use super::page_sizes::PageSizes;
 use super::pools::SegmentSource;
-use super::window::Search;
 use crate::PooledEvent;
 use crate::memory::{SegmentKind, Stat, StatByKind};
 
@@ -137,8 +136,6 @@ pub(super) struct PageTable {
     pub(super) broken: Vec<(Slot, u32)>,
     /// Bytes of pages, by the kind of the area that they belong to; of unmapped ones, large.
     pub(super) reserved: StatByKind,
-    /// Memory of the search for windows.
-    pub(super) search: Search,
     pub(super) homes: HomeCounters,
     pub(super) totals: PageTotals,
 }
@@ -186,7 +183,6 @@ impl PageTable {
             to_release: Vec::new(),
             broken: Vec::new(),
             reserved: StatByKind::default(),
-            search: Search::default(),
             homes: HomeCounters::default(),
             totals: PageTotals::default(),
         }

@@ -137,9 +137,9 @@ impl Fill<'_> {
             }
             let takeable = free_pages(self.table, &heap, takes_own).with(&free_elsewhere).without(&excluded);
             let (runs, tightest) = (heap.free_runs(kind, bytes), self.request.on_oom);
-            let mut search = std::mem::take(&mut self.table.search);
+            let mut search = lock(&self.device.search);
             let chosen = search.choose(self.table, &runs, (bytes, self.unit()), tightest, &takeable);
-            self.table.search = search;
+            drop(search);
             let Some(window) = chosen else {
                 drop(heap);
                 if !self.reserve_range(kind, bytes)? {
