@@ -135,8 +135,8 @@ impl Sums {
         self.edges.push(Edge { index, rises });
     }
 
-    /// Adds slots of a hole, the first of which is an edge already. Returns the cost of the last. Thousands in a search:
-    /// nothing else is in this function that needs registers.
+    /// Adds slots of a hole, the first of which is an edge already. Returns the cost of the last. Thousands in a
+    /// search: nothing else is in this function that needs registers.
     #[inline(never)]
     fn add_used(&mut self, first: u32, slots: &[SlotState], takeable: &PageSet, passed: PassedTakes) -> Option<Cost> {
         let cost = |state: &SlotState| cost(state, takeable, passed).0;
