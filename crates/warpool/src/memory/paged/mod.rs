@@ -24,6 +24,7 @@ mod allocator;
 mod annotate;
 mod biased_lock;
 mod checkpoint;
+mod contention;
 mod counters;
 #[cfg(test)]
 mod defect;

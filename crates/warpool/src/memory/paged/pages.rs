@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 use rustc_hash::FxHashMap;
 use warpool_driver::PhysicalId;
 
+use super::contention::Contention;
 use super::heap::{Heap, State};
 use super::homes::{Home, HomeCounters};
 use super::page_set::PageSet;
@@ -137,6 +138,7 @@ pub(super) struct PageTable {
     /// Bytes of pages, by the kind of the area that they belong to; of unmapped ones, large.
     pub(super) reserved: StatByKind,
     pub(super) homes: HomeCounters,
+    pub(super) contention: Contention,
     pub(super) totals: PageTotals,
 }
 
@@ -184,6 +186,7 @@ impl PageTable {
             broken: Vec::new(),
             reserved: StatByKind::default(),
             homes: HomeCounters::default(),
+            contention: Contention::default(),
             totals: PageTotals::default(),
         }
     }
@@ -283,6 +286,7 @@ impl PageTable {
         let page = self.pages[id as usize].take().expect("a page that exists");
         debug_assert!(page.mapped.is_empty() && page.home.is_none());
         self.totals.released += 1;
+        self.contention.forget();
         self.count_by_slots[page.slots.ilog2() as usize] -= 1;
         self.reserved.decrease(SegmentKind::Large, u64::from(page.slots) * self.slot_bytes);
         self.unused.push(id);

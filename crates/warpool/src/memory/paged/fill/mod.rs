@@ -63,6 +63,7 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
         table: &mut table,
         asks_others: false,
         others_first: false,
+        own_page: false,
         whole_pages: false,
         ordered_after: None,
     };
@@ -81,6 +82,8 @@ struct Fill<'a> {
     asks_others: bool,
     /// Whether they are asked before this one.
     others_first: bool,
+    /// Whether it gets a new page rather than one that other heaps would take again (`contention.rs`).
+    own_page: bool,
     /// Whether the window has room for the largest pages.
     whole_pages: bool,
     /// Once pages of another heap were taken: the streams that the request's stream waits for since the last time.
@@ -122,8 +125,10 @@ impl Fill<'_> {
             let limited = self.device.limit().is_some_and(|limit| limit < self.device.bytes_total);
             return Ok(Err(if limited { OomCause::Limit } else { OomCause::Device }));
         }
+        let heap = self.request.heap;
+        self.own_page = bytes <= self.table.slot_bytes && self.table.contention.note_needed(heap);
         let mut free_elsewhere = PageSet::default();
-        if self.request.on_oom || self.others_have_more(bytes) {
+        if self.request.on_oom || !self.own_page && self.others_have_more(bytes) {
             (self.asks_others, self.others_first) = (true, true);
             free_elsewhere = self.free_in_others();
         }
@@ -244,6 +249,10 @@ impl Fill<'_> {
     /// Gets what this heap does not have, from others and from the driver.
     fn obtain_rest(&mut self, supply: &mut Supply) -> Result<OrUnfilled> {
         if supply.slots_needed == 0 {
+            return Ok(Ok(()));
+        }
+        if std::mem::take(&mut self.own_page) && self.grow(supply)?.is_ok() {
+            self.table.contention.note_own(self.request.heap);
             return Ok(Ok(()));
         }
         if !self.asks_others && self.device.heaps.len() > 1 {

@@ -162,6 +162,8 @@ impl Fill<'_> {
                 *supply = before;
                 taken.into_iter().for_each(|supplied| self.put_back(supplied.page, supplied.from));
                 ordered?;
+            } else {
+                self.table.contention.note_taken(number);
             }
         }
         Ok(())

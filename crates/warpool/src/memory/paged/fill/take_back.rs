@@ -52,6 +52,9 @@ impl Fill<'_> {
             let from = self.take_wanted(number, &wanted);
             let ordered = if number == self.request.heap { Ok(true) } else { self.order_after_heap(number) };
             if matches!(ordered, Ok(true)) {
+                if number != self.request.heap {
+                    self.table.contention.note_taken(number);
+                }
                 taken.extend(from.iter().map(|&(_, page)| page));
             } else {
                 from.into_iter().for_each(|(slot, page)| self.put_back(page, Some(slot)));

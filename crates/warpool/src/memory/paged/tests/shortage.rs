@@ -30,38 +30,6 @@ fn old_mappings_make_no_request_run_out_of_memory() {
     assert_eq!(machine.defect(), None);
 }
 
-/// A window with a free page in it needs no fewer pages than one that begins beside another block: there the page could
-/// be taken to. It needs fewer driver calls.
-#[test]
-fn what_is_free_beside_a_block_is_used_before_memory_runs_out() {
-    let machine = Machine::with_capacity(10 * MIB, 2, Settings::default());
-    let paged = &machine.paged;
-    let allocate = |stream: usize, bytes: u64| {
-        let request = Request::new(DEVICE, machine.streams[stream].id(), bytes);
-        let block = paged.allocate_raw(request).unwrap();
-        machine.write_tag(&block, 1, &machine.streams[stream]);
-        machine.streams[stream].synchronize().unwrap();
-        paged.check();
-        block
-    };
-    // One page is shared by a block that stays, two are behind it, and then one more.
-    let shared = 3 * MIB / 2;
-    let stays = allocate(0, shared);
-    let two = allocate(0, 6 * MIB - shared);
-    let one = allocate(0, 2 * MIB);
-    assert_eq!((two.ptr.0, one.ptr.0), (stays.ptr.0 + shared, stays.ptr.0 + 6 * MIB));
-    // The other stream has a page, and takes the two. Where they were, they are still mapped.
-    paged.free(two).unwrap();
-    let other = allocate(1, 2 * MIB);
-    allocate(1, 4 * MIB);
-    assert_eq!(paged.page_stats(DEVICE).unwrap().totals.taken, 2);
-    paged.free(one).unwrap();
-    paged.free(other).unwrap();
-    // Two pages are free, and what is left of the shared one.
-    let last = allocate(0, 4 * MIB + MIB / 4);
-    assert_eq!(last.ptr, two.ptr);
-}
-
 /// Completing the pending frees of other streams is no reason to lose sight of this stream's statistics.
 #[test]
 fn peaks_are_exact_after_a_wait_for_pending_frees() {
