@@ -8,7 +8,7 @@
 //! 2. A free block of the heap that fits is taken and cut to size (`heap/`). This is the hot path: one lock that
 //!    threads on other streams never take, without an atomic exchange for the thread that mostly takes it
 //!    (`biased_lock.rs`), no driver call, no hash, no allocation.
-//! 3. If none fits, free addresses are filled with pages (`window.rs`, `fill/`): spare ones, those under free blocks
+//! 3. If none fits, free addresses are filled with pages (`window/`, `fill/`): spare ones, those under free blocks
 //!    of this heap, of others, and only then new ones. Reserved memory grows when no whole free page is left.
 //! 4. Freed, a block that only its own stream used is free at once. Others wait for fences (`pending.rs`).
 //!

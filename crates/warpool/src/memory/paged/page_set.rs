@@ -20,11 +20,18 @@ impl PageSet {
         Self { words: vec![0; (end as usize).div_ceil(64)] }
     }
 
+    #[inline]
     pub(super) fn insert(&mut self, page: PageId) {
         let (word, bit) = place(page);
-        if word >= self.words.len() {
-            self.words.resize((word + 1).next_power_of_two(), 0);
+        match self.words.get_mut(word) {
+            Some(bits) => *bits |= bit,
+            None => self.insert_behind(word, bit),
         }
+    }
+
+    #[cold]
+    fn insert_behind(&mut self, word: usize, bit: u64) {
+        self.words.resize((word + 1).next_power_of_two(), 0);
         self.words[word] |= bit;
     }
 

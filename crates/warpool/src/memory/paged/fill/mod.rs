@@ -1,7 +1,7 @@
 //! Getting pages for a request that no free block can hold.
 //!
 //! Under the lock of the pages:
-//! 1. A window of free addresses is chosen (`window.rs`) and taken out of the heap's lists.
+//! 1. A window of free addresses is chosen (`window/`) and taken out of the heap's lists.
 //! 2. Pages that were in it before and are free elsewhere in this heap are taken back: no driver call. If this heap has
 //!    not enough, a window is chosen anew for which those that are free in other heaps count too.
 //! 3. Further pages come, in this order, from: those that belong nowhere; free blocks of this heap, the smallest first;
@@ -30,7 +30,7 @@ use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::pages::{Mapping, PageId, PageTable, Slot};
 use crate::memory::paged::reclaim;
 use crate::memory::paged::supply::Supply;
-use crate::memory::paged::window::Window;
+use crate::memory::paged::window::{Wanted, Window};
 use crate::memory::report::EntryDetails;
 use crate::memory::{MemPoolId, OomCause, SegmentKind};
 use crate::{Error, Result, lock};
@@ -141,10 +141,9 @@ impl Fill<'_> {
                 return Ok(Ok(block));
             }
             let takeable = free_pages(self.table, &heap, takes_own).with(&free_elsewhere).without(&excluded);
-            let (runs, tightest) = (heap.free_runs(kind, bytes), self.request.on_oom);
-            let mut search = lock(&self.device.search);
-            let chosen = search.choose(self.table, &runs, (bytes, self.unit()), tightest, &takeable);
-            drop(search);
+            let (runs, unit, tightest) = (heap.free_runs(kind, bytes), self.unit(), self.request.on_oom);
+            let wanted = Wanted { table: self.table, runs: &runs, bytes, unit, tightest, takeable: &takeable };
+            let chosen = lock(&self.device.search).choose(wanted);
             let Some(window) = chosen else {
                 drop(heap);
                 if !self.reserve_range(kind, bytes)? {

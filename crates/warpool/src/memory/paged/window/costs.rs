@@ -1,83 +1,9 @@
-//! Where a request goes that no free block can hold: the window of free addresses that needs the fewest driver calls;
-//! of those, the one that needs the fewest further pages; of those, the lowest.
-//!
-//! For a request that would run out of memory otherwise it is the window that leaves most for others: the one with the
-//! fewest slots that nothing else is in. A page that is free within the window is no gain then, since it could be taken
-//! to another one; what is free beside other blocks in a slot can be used nowhere else.
-//!
-//! In some of the addresses pages may be mapped that were taken from there. A page that is free elsewhere is taken
-//! back; a mapping of one that is in use is undone, if the stream has passed. Addresses that were never used need no
-//! such call, so old mappings are left for as long as there are others: a program that comes back to the same sizes
-//! finds its pages there.
+//! What the windows of one run cost: pages and driver calls.
 
-use super::heap::{FreeRun, FreeRuns, Hole};
-use super::page_set::PageSet;
-use super::pages::{Mapping, PageTable, PassedTakes, SlotState};
-
-/// Free addresses that are to be filled with pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Window {
-    /// Where the block will be.
-    pub(super) addr: u64,
-    /// What of the run is filled: the block, and in holes whole slots.
-    pub(super) start: u64,
-    pub(super) end: u64,
-    /// The number of its range.
-    pub(super) range: u32,
-    /// The first block of its run.
-    pub(super) anchor: u32,
-}
-
-/// What a search keeps from one to the next, for its memory.
-#[derive(Debug, Default)]
-pub(super) struct Search {
-    sums: Sums,
-}
-
-impl Search {
-    /// The best window for `bytes` in these runs. Holes are filled in units of `unit` slots. `takeable`: the pages that
-    /// may be taken from where they belong. `tightest`: memory counts before driver calls.
-    #[inline(never)]
-    pub(super) fn choose(
-        &mut self,
-        table: &PageTable,
-        runs: &FreeRuns,
-        (bytes, unit): (u64, u32),
-        tightest: bool,
-        takeable: &PageSet,
-    ) -> Option<Window> {
-        let mut best: Option<((u32, u32, u64), Window)> = None;
-        // If memory counts first, it says nothing: pages in free blocks count too.
-        let least = |run| if tightest { 0 } else { least_pages(run, runs.holes_of(run), bytes, table) };
-        let mut by_least: Vec<(u32, &FreeRun)> = runs.iter().map(|run| (least(run), run)).collect();
-        // The best one is then found early, and the runs that cannot be better are not looked at.
-        by_least.sort_unstable_by_key(|&(least, run)| (least, run.start));
-        for (least, run) in by_least {
-            if best.is_some_and(|(best, _)| (0, least, run.start) > best) {
-                continue;
-            }
-            let costs = Costs::new(table, run, runs.holes_of(run), (bytes, unit), takeable, &mut self.sums);
-            costs.candidates(|candidate, cursor| {
-                let Some(fit) = costs.fit(candidate, cursor) else { return };
-                let (first, second) =
-                    if tightest { (costs.whole_slots(&fit), fit.calls) } else { (fit.calls, fit.pages) };
-                let key = (first, second, candidate.addr);
-                if best.is_none_or(|(other, _)| key < other) && !costs.cuts_page(&fit) {
-                    best = Some((key, costs.window(candidate, &fit)));
-                }
-            });
-        }
-        best.map(|(_, window)| window)
-    }
-}
-
-/// No window of the run needs fewer pages: as many slots as it has outside of its holes have one.
-fn least_pages(run: &FreeRun, holes: &[Hole], bytes: u64, table: &PageTable) -> u32 {
-    let without: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
-    // A block before, between and behind the holes has parts of two slots beside whole ones.
-    let own = (run.end - run.start - without) / table.slot_bytes + 2 * (holes.len() as u64 + 1);
-    u32::try_from((bytes / table.slot_bytes).saturating_sub(own)).unwrap_or(u32::MAX)
-}
+use super::{Wanted, Window};
+use crate::memory::paged::heap::{FreeRun, Hole};
+use crate::memory::paged::page_set::PageSet;
+use crate::memory::paged::pages::{Mapping, PageTable, PassedTakes, SlotState};
 
 /// What must be done to use slots in holes, beside getting a page for each. In one word, since thousands are added up:
 /// driver calls (mappings that are made, and old ones that are undone for them; each costs about as much), and above
@@ -112,7 +38,7 @@ struct Edge {
 
 /// Costs of the slots of a run, kept from one run to the next for their memory. Only slots in holes cost something.
 #[derive(Debug, Default)]
-struct Sums {
+pub(super) struct Sums {
     holes: Vec<HoleSlots>,
     /// The cost of all slots in holes before each; at last of all.
     before: Vec<Cost>,
@@ -167,8 +93,8 @@ impl Sums {
 
 /// Where a block could be: its address, and the slots of its first and of its last byte.
 #[derive(Clone, Copy)]
-struct Candidate {
-    addr: u64,
+pub(super) struct Candidate {
+    pub(super) addr: u64,
     first: u32,
     last: u32,
 }
@@ -176,15 +102,15 @@ struct Candidate {
 /// The first holes that end behind the first and behind the last slot of a candidate. Candidates come by ascending
 /// address, so these are found from those of the one before.
 #[derive(Default)]
-struct Cursor {
+pub(super) struct Cursor {
     first: usize,
     last: usize,
 }
 
 /// What the window of a candidate needs, and where it is.
-struct Fit {
-    pages: u32,
-    calls: u32,
+pub(super) struct Fit {
+    pub(super) pages: u32,
+    pub(super) calls: u32,
     /// Its first and its last slot.
     first: u32,
     last: u32,
@@ -194,7 +120,7 @@ struct Fit {
 
 /// Sums over the slots of a run, so that the cost of a window is a difference. Slots are numbered from the start of the
 /// range, and holes and candidates given by them: divisions by a slot's size took most of the time.
-struct Costs<'a> {
+pub(super) struct Costs<'a> {
     slots: &'a [SlotState],
     /// The sizes of pages are looked up in it.
     table: &'a PageTable,
@@ -213,14 +139,8 @@ struct Costs<'a> {
 }
 
 impl<'a> Costs<'a> {
-    fn new(
-        table: &'a PageTable,
-        run: &'a FreeRun,
-        holes: &[Hole],
-        (bytes, unit): (u64, u32),
-        takeable: &PageSet,
-        sums: &'a mut Sums,
-    ) -> Self {
+    pub(super) fn new(wanted: Wanted<'a>, run: &'a FreeRun, sums: &'a mut Sums) -> Self {
+        let Wanted { table, runs, bytes, unit, takeable, .. } = wanted;
         let (slot, base) = (table.slot_bytes, table.range(run.range).base);
         // Behind the last slot that was ever used, all windows cost the same.
         let used = base + u64::from(table.slots_used(run.range)) * slot;
@@ -229,7 +149,7 @@ impl<'a> Costs<'a> {
         let (slots, passed) = (table.slots(run.range), table.passed_takes(run.range));
         let behind = index(base, slot, end);
         let costs = Self { slots, table, passed, run, bytes, slot, unit, base, end, behind, sums };
-        costs.sum(holes, takeable)
+        costs.sum(runs.holes_of(run), takeable)
     }
 
     /// Sums up the costs.
@@ -266,7 +186,7 @@ impl<'a> Costs<'a> {
 
     /// Windows that begin or end with the run, begin where slots begin to cost less, or end where they begin to cost
     /// more. Of the windows between two of them, none is better than both: as one moves on, its cost changes steadily.
-    fn candidates(&self, mut consider: impl FnMut(Candidate, &mut Cursor)) {
+    pub(super) fn candidates(&self, mut consider: impl FnMut(Candidate, &mut Cursor)) {
         let (start, end, bytes) = (self.run.start, self.end, self.bytes);
         if end - start < bytes {
             return;
@@ -302,7 +222,7 @@ impl<'a> Costs<'a> {
 
     /// What a candidate needs; `None` if it cannot be used, but for [`cuts_page`](Self::cuts_page).
     #[inline]
-    fn fit(&self, candidate: Candidate, cursor: &mut Cursor) -> Option<Fit> {
+    pub(super) fn fit(&self, candidate: Candidate, cursor: &mut Cursor) -> Option<Fit> {
         let Candidate { mut first, mut last, .. } = candidate;
         let (begins_in, mut from) = self.hole_at(first, &mut cursor.first);
         if let Some(hole) = begins_in {
@@ -323,7 +243,7 @@ impl<'a> Costs<'a> {
         Some(Fit { pages: to - from, calls, first, last, whole: (begins_in.is_some(), ends_in.is_some()) })
     }
 
-    fn window(&self, candidate: Candidate, fit: &Fit) -> Window {
+    pub(super) fn window(&self, candidate: Candidate, fit: &Fit) -> Window {
         let (range, anchor, addr) = (self.run.range, self.run.first, candidate.addr);
         let at = |index: u32| self.base + u64::from(index) * self.slot;
         let start = if fit.whole.0 { at(fit.first) } else { addr };
@@ -346,7 +266,7 @@ impl<'a> Costs<'a> {
     }
 
     /// How many slots of a window no other block shares, nor a page of which one has a part.
-    fn whole_slots(&self, fit: &Fit) -> u32 {
+    pub(super) fn whole_slots(&self, fit: &Fit) -> u32 {
         let part_of = |index: u32| {
             let state = self.slots.get(index as usize).filter(|state| state.is_home)?;
             let Mapping::Page { page, part } = state.mapping else { return None };
@@ -363,7 +283,7 @@ impl<'a> Costs<'a> {
     }
 
     /// Whether a page that would have to be taken back is only partly in the window, and its mapping cannot be undone.
-    fn cuts_page(&self, fit: &Fit) -> bool {
+    pub(super) fn cuts_page(&self, fit: &Fit) -> bool {
         let part_of = |index: u32| {
             let state = self.slots.get(index as usize)?;
             let Mapping::Page { page, part } = state.mapping else { return None };

@@ -1,0 +1,84 @@
+//! Where a request goes that no free block can hold: the window of free addresses that needs the fewest driver calls;
+//! of those, the one that needs the fewest further pages; of those, the lowest.
+//!
+//! For a request that would run out of memory otherwise it is the window that leaves most for others: the one with the
+//! fewest slots that nothing else is in. A page that is free within the window is no gain then, since it could be taken
+//! to another one; what is free beside other blocks in a slot can be used nowhere else.
+//!
+//! In some of the addresses pages may be mapped that were taken from there. A page that is free elsewhere is taken
+//! back; a mapping of one that is in use is undone, if the stream has passed. Addresses that were never used need no
+//! such call, so old mappings are left for as long as there are others: a program that comes back to the same sizes
+//! finds its pages there.
+
+mod bounds;
+mod costs;
+
+use self::bounds::{Bounds, Least};
+use self::costs::{Costs, Sums};
+use super::heap::FreeRuns;
+use super::page_set::PageSet;
+use super::pages::PageTable;
+
+/// Free addresses that are to be filled with pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Window {
+    /// Where the block will be.
+    pub(super) addr: u64,
+    /// What of the run is filled: the block, and in holes whole slots.
+    pub(super) start: u64,
+    pub(super) end: u64,
+    /// The number of its range.
+    pub(super) range: u32,
+    /// The first block of its run.
+    pub(super) anchor: u32,
+}
+
+/// What a search keeps from one to the next, for its memory.
+#[derive(Debug, Default)]
+pub(super) struct Search {
+    sums: Sums,
+}
+
+/// What a window is looked for.
+#[derive(Clone, Copy)]
+pub(super) struct Wanted<'a> {
+    pub(super) table: &'a PageTable,
+    /// Where it may be.
+    pub(super) runs: &'a FreeRuns,
+    pub(super) bytes: u64,
+    /// Holes are filled in units of so many slots.
+    pub(super) unit: u32,
+    /// Whether memory counts before driver calls.
+    pub(super) tightest: bool,
+    /// The pages that may be taken from where they belong.
+    pub(super) takeable: &'a PageSet,
+}
+
+impl Search {
+    #[inline(never)]
+    pub(super) fn choose(&mut self, wanted: Wanted<'_>) -> Option<Window> {
+        // If memory counts first, pages in free blocks count too.
+        let bounds = if wanted.tightest { Bounds::unknown(wanted) } else { Bounds::new(wanted) };
+        let chosen = self.best_of(wanted, bounds);
+        #[cfg(test)]
+        assert_eq!(chosen, self.best_of(wanted, Bounds::unknown(wanted)), "a better one is in a run not looked at");
+        chosen
+    }
+
+    fn best_of(&mut self, wanted: Wanted<'_>, mut bounds: Bounds<'_>) -> Option<Window> {
+        let mut best: Option<(Least, Window)> = None;
+        while let Some(run) = bounds.next_below(best.map(|(least, _)| least)) {
+            let costs = Costs::new(wanted, run, &mut self.sums);
+            costs.candidates(|candidate, cursor| {
+                let Some(fit) = costs.fit(candidate, cursor) else { return };
+                let (first, second) =
+                    if wanted.tightest { (costs.whole_slots(&fit), fit.calls) } else { (fit.calls, fit.pages) };
+                let key = (first, second, candidate.addr);
+                if best.is_none_or(|(other, _)| key < other) && !costs.cuts_page(&fit) {
+                    best = Some((key, costs.window(candidate, &fit)));
+                }
+            });
+        }
+        best.map(|(_, window)| window)
+    }
+}
