@@ -20,6 +20,7 @@
 //! addresses.
 
 mod address_space;
+mod allocate;
 mod allocator;
 mod annotate;
 mod biased_lock;
@@ -30,9 +31,11 @@ mod counters;
 mod defect;
 mod device;
 mod fill;
+mod free;
 mod heap;
 mod heaps;
 mod homes;
+mod hot_path;
 mod inactive;
 mod last_heap;
 mod mapped_parts;

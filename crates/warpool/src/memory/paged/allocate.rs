@@ -1,0 +1,285 @@
+//! Allocating when the hot path does not do: by pool, from free blocks, then with further pages, and at last the report
+//! that there is no memory.
+
+use std::sync::atomic::Ordering;
+
+use warpool_driver::{DevicePtr, MemoryInfo};
+
+use super::device::{BlockRef, PagedDevice};
+use super::fill::{self, FillRequest};
+use super::free::Fences;
+use super::heap::{self, Heap};
+use super::pending::PendingFrees;
+use super::{PagedAllocator, reclaim, segments, shortage};
+use crate::memory::report::EntryDetails;
+use crate::memory::{Action, Allocation, MemPoolId, OomCause, Request, SizeRules, StackLevel};
+use crate::unwind::OnUnwind;
+use crate::{Error, Result, lock};
+
+impl PagedDevice {
+    /// Allocates from free blocks of the heap.
+    #[inline]
+    fn search(&self, request: &Request, pool: MemPoolId, details: &EntryDetails) -> Result<(u32, Option<Allocation>)> {
+        loop {
+            let (number, cell) = self.heap_for(request.stream, pool)?;
+            let mut heap = cell.lock();
+            if !heap.is_of(request.stream, pool) {
+                // Its pool was removed, and the heap used again.
+                drop(heap);
+                self.forget_last_heap();
+                continue;
+            }
+            let block = heap.allocate(request.bytes);
+            let allocation = block.map(|block| self.finish(&mut heap, number, block, details));
+            return Ok((number, allocation));
+        }
+    }
+
+    /// The same from a private pool.
+    #[cold]
+    fn search_private(
+        &self,
+        request: &Request,
+        pool: MemPoolId,
+        capturing: bool,
+        details: &EntryDetails,
+    ) -> Result<(u32, Option<Allocation>)> {
+        let no_split = {
+            let mut pools = lock(&self.pools);
+            pools.expect_serving(pool)?;
+            if capturing {
+                pools.record_capture(pool);
+            }
+            pools.is_no_split(pool)
+        };
+        let (number, found) =
+            if no_split { self.search_whole(request, pool, details) } else { self.search(request, pool, details) }?;
+        if let Some(allocation) = &found
+            && let Err(error) = lock(&self.pools).expect_serving(pool)
+        {
+            // Released by another thread meanwhile: no work may use the pool's memory from then on.
+            self.free_allocation(allocation, Fences::Later);
+            return Err(error);
+        }
+        Ok((number, found))
+    }
+
+    /// Allocates a whole free segment of a pool whose segments are not split.
+    fn search_whole(
+        &self,
+        request: &Request,
+        pool: MemPoolId,
+        details: &EntryDetails,
+    ) -> Result<(u32, Option<Allocation>)> {
+        let (number, cell) = self.heap_for(request.stream, pool)?;
+        let mut heap = cell.lock();
+        let kind = heap::kind_of(heap::rounded(request.bytes));
+        let is_own = heap.is_of(request.stream, pool);
+        let block = if is_own { heap.allocate_whole(kind, request.bytes) } else { None };
+        Ok((number, block.map(|block| self.finish(&mut heap, number, block, details))))
+    }
+
+    /// A free block of a pool with segments that serves the default pool before it runs out of memory.
+    fn search_for_oom(&self, request: &Request, details: &EntryDetails) -> Option<Allocation> {
+        let pools = lock(&self.pools).segments_for_oom();
+        pools.into_iter().find_map(|(pool, no_split)| {
+            let number = self.existing_heap(request.stream, pool)?;
+            self.using(number);
+            let mut heap = self.heaps.get(number).lock();
+            if !heap.is_of(request.stream, pool) {
+                return None;
+            }
+            let kind = heap::kind_of(heap::rounded(request.bytes));
+            let block = if no_split { heap.allocate_whole(kind, request.bytes) } else { heap.allocate(request.bytes) };
+            block.map(|block| self.finish(&mut heap, number, block, details))
+        })
+    }
+
+    /// The allocation of a block, with its entry in the history.
+    #[inline]
+    fn finish(&self, heap: &mut Heap, number: u32, block: u32, details: &EntryDetails) -> Allocation {
+        let allocation = heap.allocation(block, self.id, BlockRef { heap: number, block }.pack());
+        if !details.is_off() {
+            heap.set_stack(block, details.stack.clone());
+            self.record(Action::Alloc, allocation.ptr.0, allocation.bytes_requested, heap, details);
+        }
+        allocation
+    }
+
+    /// Allocates when no free block fits.
+    #[cold]
+    fn allocate_slow(
+        &self,
+        request: &Request,
+        pool: MemPoolId,
+        number: u32,
+        capturing: bool,
+        details: &EntryDetails,
+    ) -> Result<Allocation> {
+        if self.observers().run_pressure_callbacks(self.id)
+            && let (_, Some(found)) = self.search_again(request, pool, details)?
+        {
+            return Ok(found);
+        }
+        let fill = FillRequest {
+            heap: number,
+            requested: request.bytes,
+            stream: request.stream,
+            pool,
+            capturing,
+            on_oom: false,
+        };
+        let has_segments = !pool.is_default() && lock(&self.pools).has_segments(pool);
+        let allocate = |on_oom: bool| {
+            // A callback, or the completion of pending frees, may have used other heaps.
+            self.using(number);
+            if has_segments {
+                let allocated = segments::allocate(self, request, pool, number, details);
+                // So may the source.
+                self.using(number);
+                allocated
+            } else {
+                fill::allocate(self, FillRequest { on_oom, ..fill }, details)
+            }
+        };
+        let finish = |block: u32| self.finish(&mut self.heaps.get(number).lock(), number, block, details);
+        let outcome = match allocate(false)? {
+            Ok(block) => return Ok(finish(block)),
+            Err(why) => {
+                if pool.is_default()
+                    && let Some(found) = self.search_for_oom(request, details)
+                {
+                    return Ok(found);
+                }
+                Err(why)
+            }
+        };
+        let outcome = if capturing && has_segments {
+            outcome
+        } else {
+            if !capturing {
+                reclaim::wait_for_unknown_users(self)?;
+                PendingFrees::new(self, details).wait()?;
+                self.counts.retries.fetch_add(1, Ordering::Relaxed);
+                if has_segments {
+                    // The source may have the memory of what is free elsewhere.
+                    reclaim::release_all(self, MemPoolId::DEFAULT, 0, details)?;
+                    if let (_, Some(found)) = self.search_again(request, pool, details)? {
+                        return Ok(found);
+                    }
+                } else {
+                    segments::release(self, MemPoolId::DEFAULT, 0, details)?;
+                }
+            }
+            let outcome = allocate(true)?;
+            if outcome.is_err() && !capturing && !has_segments && reclaim::has_large_pages(self) {
+                // Free pages that are larger than what the request lacks make room for smaller ones.
+                reclaim::release_all(self, MemPoolId::DEFAULT, 0, details)?;
+                allocate(true)?
+            } else {
+                outcome
+            }
+        };
+        self.drop_removed();
+        outcome.map(finish).map_err(|cause| self.out_of_memory(request, number, cause, capturing, details))
+    }
+
+    /// The search of a request that was routed already.
+    fn search_again(
+        &self,
+        request: &Request,
+        pool: MemPoolId,
+        details: &EntryDetails,
+    ) -> Result<(u32, Option<Allocation>)> {
+        let no_split = !pool.is_default() && lock(&self.pools).is_no_split(pool);
+        if no_split { self.search_whole(request, pool, details) } else { self.search(request, pool, details) }
+    }
+
+    /// Counts a failed request, calls the observers, and makes the error.
+    fn out_of_memory(
+        &self,
+        request: &Request,
+        number: u32,
+        why: OomCause,
+        capturing: bool,
+        details: &EntryDetails,
+    ) -> Error {
+        // A failure of this call must not hide the error.
+        let unknown = MemoryInfo { bytes_free: 0, bytes_total: self.bytes_total };
+        let memory = self.driver().mem_info(self.id).unwrap_or(unknown);
+        self.counts.ooms.fetch_add(1, Ordering::Relaxed);
+        let bytes_segment = heap::rounded(request.bytes);
+        {
+            let heap = self.heaps.get(number).lock();
+            self.record(Action::Oom, memory.bytes_free, bytes_segment, &heap, details);
+        }
+        let report = shortage::report(self, request, (why, bytes_segment), memory, &self.stats(), capturing);
+        self.observers().report_oom(&report);
+        Error::OutOfMemory(Box::new(report))
+    }
+}
+
+impl PagedAllocator {
+    /// Allocates in every other case.
+    #[inline(never)]
+    pub(super) fn allocate_checked(&self, request: Request) -> Result<Allocation> {
+        let device = self.device(request.device)?;
+        let Request { stream, bytes, .. } = request;
+        if bytes == 0 {
+            let ptr = DevicePtr(0);
+            let device = request.device;
+            return Ok(Allocation { ptr, bytes: 0, bytes_requested: 0, device, stream, slot: 0, generation: 0 });
+        }
+        if bytes >= SizeRules::REQUEST_TOO_LARGE {
+            return Err(Error::RequestTooLarge { bytes });
+        }
+        let details = device.entry_details(StackLevel::State);
+        let capturing = device.capture_status(stream)?.is_capturing();
+        if device.has_pending() && !capturing {
+            PendingFrees::new(device, &details).process()?;
+        }
+        let mut pool = match request.pool {
+            Some(pool) => pool,
+            None => device.routed(stream)?,
+        };
+        let allocation = loop {
+            let searched = if pool.is_default() {
+                device.search(&request, pool, &details)
+            } else {
+                device.search_private(&request, pool, capturing, &details)
+            };
+            let outcome = match searched {
+                Ok((_, Some(allocation))) => Ok(allocation),
+                Ok((number, None)) => device.allocate_slow(&request, pool, number, capturing, &details),
+                Err(error) => Err(error),
+            };
+            match outcome {
+                Err(error @ (Error::PoolReleased { .. } | Error::UnknownPool { .. })) => {
+                    // Another thread may have closed the scope since the request was routed: route it again.
+                    let routed = if request.pool.is_none() { device.routed(stream)? } else { pool };
+                    if routed == pool {
+                        return Err(error);
+                    }
+                    pool = routed;
+                }
+                Ok(allocation) => break allocation,
+                Err(error) => {
+                    // Pages may have been taken before it failed.
+                    device.report();
+                    return Err(error);
+                }
+            }
+        };
+        if device.shared().tracks_suballocations {
+            device.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);
+        }
+        if !details.is_off() {
+            let unwinds = OnUnwind::new(|| {
+                device.free_allocation(&allocation, Fences::Later);
+            });
+            device.report();
+            unwinds.disarm();
+        }
+        Ok(allocation)
+    }
+}

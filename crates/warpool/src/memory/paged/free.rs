@@ -1,0 +1,200 @@
+//! Freeing, and changing, a block of any kind.
+
+use warpool_driver::{DeviceId, DevicePtr};
+
+use super::PagedAllocator;
+use super::device::{BlockRef, PagedDevice};
+use super::heap::{Freed, Heap};
+use super::pending::PendingFrees;
+use crate::memory::report::EntryDetails;
+use crate::memory::stream_fence;
+use crate::memory::{Action, Allocation, DeviceAllocator, StackLevel};
+use crate::unwind::OnUnwind;
+use crate::{Error, Result};
+
+/// What became of a block that was to be freed.
+pub(super) enum Outcome {
+    Completed,
+    Pending,
+    /// A graph holds it: it is not freed.
+    Held,
+    /// There is no such block.
+    Unknown,
+}
+
+/// When fences of a freed block are recorded.
+#[derive(Clone, Copy)]
+pub(super) enum Fences {
+    Now,
+    /// By a later call: this one must not call the driver.
+    Later,
+}
+
+pub(super) fn result_of(outcome: &Outcome, ptr: DevicePtr) -> Result<()> {
+    match outcome {
+        Outcome::Completed | Outcome::Pending => Ok(()),
+        Outcome::Held => Err(Error::HeldByGraph { ptr }),
+        Outcome::Unknown => Err(Error::UnknownPointer { ptr }),
+    }
+}
+
+impl PagedDevice {
+    /// Frees the block that `find` finds in a heap.
+    #[inline]
+    fn free(&self, number: u32, find: impl Fn(&Heap) -> Option<u32>, fences: Fences) -> Outcome {
+        self.using(number);
+        let cell = self.heaps.get(number);
+        if self.shared().tracks_suballocations && !self.report_freed(number, &find) {
+            return Outcome::Unknown;
+        }
+        let details = {
+            // A hook that collects stacks may panic: the block is freed all the same.
+            let unwinds = OnUnwind::new(|| {
+                let off = EntryDetails::default();
+                let (outcome, block) = self.free_found(&mut cell.lock(), &find, &off);
+                if let (Outcome::Pending, Some(block)) = (outcome, block) {
+                    self.fence(BlockRef { heap: number, block }, Fences::Later, &off);
+                }
+            });
+            let details = self.entry_details(StackLevel::All);
+            unwinds.disarm();
+            details
+        };
+        let mut heap = cell.lock();
+        let (outcome, block) = self.free_found(&mut heap, &find, &details);
+        drop(heap);
+        if let (Outcome::Pending, Some(block)) = (&outcome, block) {
+            self.fence(BlockRef { heap: number, block }, fences, &details);
+        }
+        if !details.is_off() {
+            self.report();
+        }
+        outcome
+    }
+
+    #[inline]
+    fn free_found(
+        &self,
+        heap: &mut Heap,
+        find: &impl Fn(&Heap) -> Option<u32>,
+        details: &EntryDetails,
+    ) -> (Outcome, Option<u32>) {
+        let Some(block) = find(heap) else { return (Outcome::Unknown, None) };
+        if heap.is_held(block) {
+            return (Outcome::Held, None);
+        }
+        let (addr, requested) = (heap.block(block).addr(), heap.block(block).requested());
+        match heap.free(block) {
+            Freed::Completed => {
+                self.record_free(addr, requested, heap, details);
+                (Outcome::Completed, Some(block))
+            }
+            Freed::Pending => {
+                self.record(Action::FreeRequested, addr, requested, heap, details);
+                (Outcome::Pending, Some(block))
+            }
+        }
+    }
+
+    #[cold]
+    fn fence(&self, key: BlockRef, fences: Fences, details: &EntryDetails) {
+        let pending = PendingFrees::new(self, details);
+        match fences {
+            Fences::Now => pending.fence(key),
+            Fences::Later => stream_fence::fence_later(&pending, key),
+        }
+    }
+
+    /// Reports a free to a driver that tracks suballocations, before another request can get the memory. `false` if
+    /// there is no such block. Memory of a private pool may be a graph's, whose replays go on using it.
+    #[cold]
+    fn report_freed(&self, number: u32, find: &impl Fn(&Heap) -> Option<u32>) -> bool {
+        let heap = self.heaps.get(number).lock();
+        let Some(block) = find(&heap) else { return false };
+        let (addr, bytes) = (heap.block(block).addr(), heap.block(block).bytes());
+        let reports = heap.pool.is_default() && !heap.is_held(block);
+        drop(heap);
+        if reports {
+            self.driver().suballocation_freed(DevicePtr(addr), bytes);
+        }
+        true
+    }
+
+    /// Frees what starts at `ptr`.
+    #[inline]
+    fn free_at(&self, ptr: DevicePtr) -> Outcome {
+        let Some(at) = self.space.locate(ptr) else { return Outcome::Unknown };
+        self.free(at.heap, |heap| heap.allocated_at(at.kind, at.range, ptr.0), Fences::Now)
+    }
+
+    #[inline]
+    pub(super) fn free_allocation(&self, allocation: &Allocation, fences: Fences) -> Outcome {
+        if self.free_plain_allocation(allocation) {
+            return Outcome::Completed;
+        }
+        self.free_allocation_checked(allocation, fences)
+    }
+
+    /// Frees a block that only its own stream used. `false` if it has to be looked at more closely.
+    #[inline]
+    fn free_plain_allocation(&self, allocation: &Allocation) -> bool {
+        let Some(at) = BlockRef::unpack(allocation.slot) else { return false };
+        self.is_unobserved()
+            && self.last_heap(at.heap).is_some_and(|cell| {
+                let mut heap = cell.lock();
+                heap.allocated(at.block, allocation.ptr, allocation.generation)
+                    && heap.free_plain_block(at.block).is_some()
+            })
+    }
+
+    #[inline(never)]
+    fn free_allocation_checked(&self, allocation: &Allocation, fences: Fences) -> Outcome {
+        let Some(at) = BlockRef::unpack(allocation.slot) else { return Outcome::Unknown };
+        if self.heaps.try_get(at.heap).is_none() {
+            return Outcome::Unknown;
+        }
+        let (ptr, generation) = (allocation.ptr, allocation.generation);
+        self.free(at.heap, |heap| heap.allocated(at.block, ptr, generation).then_some(at.block), fences)
+    }
+
+    /// Changes an allocated block.
+    pub(super) fn change<R>(&self, allocation: &Allocation, change: impl FnOnce(&mut Heap, u32) -> R) -> Result<R> {
+        let unknown = Error::UnknownPointer { ptr: allocation.ptr };
+        let at = BlockRef::unpack(allocation.slot).ok_or(unknown.clone())?;
+        let mut heap = self.heaps.try_get(at.heap).ok_or(unknown.clone())?.lock();
+        if heap.allocated(at.block, allocation.ptr, allocation.generation) {
+            Ok(change(&mut heap, at.block))
+        } else {
+            Err(unknown)
+        }
+    }
+}
+
+impl PagedAllocator {
+    /// Frees a block of any kind, first looked for on that device.
+    #[inline(never)]
+    pub(super) fn free_on_checked(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
+        if ptr.is_null() || self.instance().is_inherited() {
+            return Ok(());
+        }
+        match self.device(device)?.free_at(ptr) {
+            Outcome::Unknown => self.free_checked(ptr),
+            outcome => result_of(&outcome, ptr),
+        }
+    }
+
+    /// Frees a block of any kind.
+    #[inline(never)]
+    pub(super) fn free_checked(&self, ptr: DevicePtr) -> Result<()> {
+        if ptr.is_null() || self.instance().is_inherited() {
+            return Ok(());
+        }
+        for device in &self.devices {
+            match device.free_at(ptr) {
+                Outcome::Unknown => {}
+                outcome => return result_of(&outcome, ptr),
+            }
+        }
+        Err(Error::UnknownPointer { ptr })
+    }
+}
