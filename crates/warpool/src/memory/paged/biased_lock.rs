@@ -10,7 +10,8 @@
 //! then that thread sees that its bias is gone.
 //!
 //! The barrier is a system call of some microseconds. Each one doubles how often a thread has to take the lock in a row
-//! before it gets the bias, so where threads take turns it is a spin lock like any other.
+//! before it gets the bias, so where threads take turns it is a spin lock like any other. The bias of a thread that has
+//! ended is taken away without all this.
 
 #![expect(unsafe_code, reason = "the lock gives access to what it protects")]
 
@@ -21,11 +22,12 @@ use std::sync::atomic::compiler_fence;
 
 use super::spin_lock::{Spin, wait_until};
 use super::sync::{
-    AtomicBool, AtomicU64, Ordering, known_thread_number, process_barrier, process_has_barrier, thread_number,
+    AtomicBool, AtomicU64, Ordering, has_ended, known_thread_number, process_barrier, process_has_barrier,
+    thread_number,
 };
 
-/// How many threads can have the bias of one lock, in turns. Each has a place of its own for noting that it is inside:
-/// one that lost the bias a moment ago may still write there.
+/// How many running threads can have the bias of one lock, in turns. Each has a place of its own for noting that it is
+/// inside: one that lost the bias a moment ago may still write there, until it ends.
 const PLACES: usize = 4;
 
 /// How often in a row a thread takes the lock before it gets the bias: at first, and at most. Few in tests, so that
@@ -134,10 +136,13 @@ impl<T> BiasedLock<T> {
         let streak = unsafe { &mut *self.streak.get() };
         if bias != NOBODY {
             self.bias.store(NOBODY, Ordering::Relaxed);
-            process_barrier();
-            // Acquires what that thread released when it was inside last.
-            wait_until(|| !self.inside[bias as usize % PLACES].load(Ordering::Acquire));
-            *streak = Streak { count: 0, needed: (streak.needed * 2).min(STREAK_MAX), ..*streak };
+            streak.count = 0;
+            if !has_ended(bias / PLACES as u64) {
+                process_barrier();
+                // Acquires what that thread released when it was inside last.
+                wait_until(|| !self.inside[bias as usize % PLACES].load(Ordering::Acquire));
+                streak.needed = (streak.needed * 2).min(STREAK_MAX);
+            }
         }
         if let Some(bias) = streak.prolong(thread_number()) {
             self.bias.store(bias, Ordering::Relaxed);
@@ -158,7 +163,8 @@ impl Streak {
     #[cold]
     fn end(&mut self) -> Option<u64> {
         self.count = 0;
-        let place = self.places.iter().position(|&thread| thread == 0 || thread == self.thread)?;
+        let own_or_unused = self.places.iter().position(|&thread| thread == 0 || thread == self.thread);
+        let place = own_or_unused.or_else(|| self.places.iter().position(|&thread| has_ended(thread)))?;
         if !process_has_barrier() {
             return None;
         }

@@ -6,4 +6,4 @@ pub(super) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize
 pub(super) use std::thread::yield_now;
 
 pub(super) use super::process_barrier::{process_barrier, process_has_barrier};
-pub(super) use super::thread_number::{known_thread_number, thread_number};
+pub(super) use super::thread_number::{has_ended, known_thread_number, thread_number};

@@ -54,6 +54,22 @@ fn threads_take_the_bias_from_each_other() {
     assert_eq!(*lock.lock(), 120_000);
 }
 
+/// More threads than there are places in the lock, one after the other: each gets the bias, as fast as the first.
+#[test]
+fn threads_that_have_ended_leave_no_trace() {
+    let lock = BiasedLock::new(0_u64);
+    let run = || {
+        let taken = (1..100).find(|_| {
+            *lock.lock() += 1;
+            lock.lock_by_bias().is_some()
+        });
+        taken.expect("it gets the bias")
+    };
+    let taken: Vec<u32> = (0..20).map(|_| std::thread::scope(|scope| scope.spawn(run).join().unwrap())).collect();
+    assert_eq!(taken, [taken[0]; 20]);
+    assert_eq!(*lock.lock(), u64::from(taken.iter().sum::<u32>()));
+}
+
 #[test]
 fn a_panic_releases_a_biased_lock() {
     let lock = BiasedLock::new(0);
