@@ -65,8 +65,8 @@ impl PagedDevice {
 /// threads on other streams never take, and that is mostly biased to the thread: then there is no locked instruction.
 impl PagedAllocator {
     /// Allocates from the heap that the thread used last, without anything else: for frameworks that call this on every
-    /// allocation. `None`, and nothing has changed, if it takes more: [`allocate_raw`](crate::memory::DeviceAllocator::allocate_raw)
-    /// does that.
+    /// allocation. `None`, and nothing has changed, if it takes more:
+    /// [`allocate_raw`](crate::memory::DeviceAllocator::allocate_raw) does that.
     #[inline]
     #[must_use]
     pub fn allocate_cached(&self, request: &Request) -> Option<Allocation> {
