@@ -130,6 +130,8 @@ impl<T> BiasedLock<T> {
 
     #[inline(never)]
     fn lock_without_bias(&self) -> BiasedGuard<'_, T> {
+        // The first time it may wait for others of the process, so not under `spin`.
+        let thread = thread_number();
         self.spin.lock();
         let bias = self.bias.load(Ordering::Relaxed);
         // SAFETY: this thread holds `spin`.
@@ -144,7 +146,7 @@ impl<T> BiasedLock<T> {
                 streak.needed = (streak.needed * 2).min(STREAK_MAX);
             }
         }
-        if let Some(bias) = streak.prolong(thread_number()) {
+        if let Some(bias) = streak.prolong(thread) {
             self.bias.store(bias, Ordering::Relaxed);
         }
         BiasedGuard { lock: self, held: self.spin.held(), stays: PhantomData }

@@ -286,7 +286,6 @@ impl PageTable {
         let page = self.pages[id as usize].take().expect("a page that exists");
         debug_assert!(page.mapped.is_empty() && page.home.is_none());
         self.totals.released += 1;
-        self.contention.forget();
         self.count_by_slots[page.slots.ilog2() as usize] -= 1;
         self.reserved.decrease(SegmentKind::Large, u64::from(page.slots) * self.slot_bytes);
         self.unused.push(id);

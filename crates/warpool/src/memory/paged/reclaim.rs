@@ -325,6 +325,7 @@ fn release_page(
         unmap(device, table, page, slot)?;
     }
     let physical = table.remove(page);
+    table.contention.forget();
     release_physical(device, table, physical);
     Ok(true)
 }

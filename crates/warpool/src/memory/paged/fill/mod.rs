@@ -250,9 +250,12 @@ impl Fill<'_> {
         if supply.slots_needed == 0 {
             return Ok(Ok(()));
         }
-        if std::mem::take(&mut self.own_page) && self.grow(supply)?.is_ok() {
+        if std::mem::take(&mut self.own_page) {
+            // Where there is no memory for it, it is not tried again either.
             self.table.contention.note_own(self.request.heap);
-            return Ok(Ok(()));
+            if self.grow(supply)?.is_ok() {
+                return Ok(Ok(()));
+            }
         }
         if !self.asks_others && self.device.heaps.len() > 1 {
             return Ok(Err(Unfilled::NotAlone));

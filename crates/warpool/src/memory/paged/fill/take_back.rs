@@ -52,7 +52,7 @@ impl Fill<'_> {
             let from = self.take_wanted(number, &wanted);
             let ordered = if number == self.request.heap { Ok(true) } else { self.order_after_heap(number) };
             if matches!(ordered, Ok(true)) {
-                if number != self.request.heap {
+                if number != self.request.heap && !from.is_empty() {
                     self.table.contention.note_taken(number);
                 }
                 taken.extend(from.iter().map(|&(_, page)| page));
