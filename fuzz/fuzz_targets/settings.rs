@@ -12,7 +12,8 @@ fuzz_target!(|text: &str| {
     assert!(checked.effective.is_some(), "accepted, but not explained");
     let recorded = Settings::from_recorded(&settings.recorded()).expect("accepted before");
     assert_eq!(recorded.large_segment_bytes, settings.large_segment_bytes);
-    // A recording holds this limit as a signed number, as PyTorch's do: a limit beyond it is none, for no request is.
+    // A recording holds this limit as a signed number, as PyTorch's do. A larger one is recorded as none: no request is
+    // that large.
     let limit = settings.max_split_bytes.filter(|bytes| i64::try_from(*bytes).is_ok());
     assert_eq!(recorded.max_split_bytes, limit);
     assert_eq!(recorded.expandable_segments, settings.expandable_segments);

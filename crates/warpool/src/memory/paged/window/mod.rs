@@ -39,7 +39,7 @@ pub(super) struct Search {
     sums: Sums,
 }
 
-/// What a window is looked for.
+/// A search: for what, and where.
 #[derive(Clone, Copy)]
 pub(super) struct Wanted<'a> {
     pub(super) table: &'a PageTable,
