@@ -52,6 +52,7 @@ mod reclaim;
 mod segments;
 mod shortage;
 mod sleep;
+mod slot;
 mod snapshot;
 pub(in crate::memory) mod spin_lock;
 mod supply;

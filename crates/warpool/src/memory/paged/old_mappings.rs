@@ -1,7 +1,7 @@
 //! Old mappings: pages that were taken from an address stay mapped there for a while, so that they can be taken back
 //! without a driver call. A page has only so many; the oldest is undone once the stream that used it has passed.
 
-use warpool_driver::{DevicePtr, StreamId};
+use warpool_driver::{DevicePtr, EventId, StreamId};
 
 use super::device::PagedDevice;
 use super::pages::{PageId, PageTable, Slot};
@@ -47,32 +47,36 @@ fn users_of(device: &PagedDevice, heap: u32) -> Option<Vec<StreamId>> {
 }
 
 /// Records events behind all work that used the pages taken from a heap so far, and behind that of the other streams of
-/// the device (`fill/order.rs` says why). While a capture forbids it, or enough are recorded, that is left to a later
-/// call.
+/// the device (`fill/order.rs` says why); returns these. While a capture forbids it, or enough are recorded, that is left
+/// to a later call.
 pub(super) fn record_takes(
     device: &PagedDevice,
     table: &mut PageTable,
     heap: u32,
     details: &EntryDetails,
-) -> Result<()> {
-    if table.takes_outstanding(heap) >= OUTSTANDING_MAX {
-        return Ok(());
+) -> Result<Vec<(StreamId, EventId)>> {
+    let mut bystanders = Vec::new();
+    if !table.has_takes_to_record(heap) || table.takes_outstanding(heap) >= OUTSTANDING_MAX {
+        return Ok(bystanders);
     }
-    let Some(streams) = users_of(device, heap) else { return Ok(()) };
+    let Some(streams) = users_of(device, heap) else { return Ok(bystanders) };
     let owner = PendingFrees::new(device, details);
     let mut events = Vec::new();
     for &stream in &streams {
         match stream_fence::record(&owner, stream)? {
             Recorded::Fenced(event) => events.push(event),
             Recorded::AlreadyDone => {}
-            Recorded::CaptureActive => return Ok(()),
+            Recorded::CaptureActive => return Ok(bystanders),
         }
     }
     for stream in device.streams().into_iter().filter(|stream| !streams.contains(stream)) {
-        events.extend(stream_fence::record_bystander(&owner, stream)?);
+        if let Some(event) = stream_fence::record_bystander(&owner, stream)? {
+            bystanders.push((stream, event.id()));
+            events.push(event);
+        }
     }
     table.takes_recorded(heap, events);
-    Ok(())
+    Ok(bystanders)
 }
 
 /// Waits for all work that used the pages taken from a heap, so that all its free addresses can be used. Before a

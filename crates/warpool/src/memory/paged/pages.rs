@@ -20,13 +20,7 @@ use crate::PooledEvent;
 use crate::memory::{SegmentKind, Stat, StatByKind};
 
 pub(super) use super::page_set::PageId;
-
-/// A slot: a range by its number, and the number of the slot in it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Slot {
-    pub(super) range: u32,
-    pub(super) index: u32,
-}
+pub(super) use super::slot::{Mapping, PagePart, PassedTakes, Slot, SlotRange, SlotState};
 
 #[derive(Debug)]
 pub(super) struct Page {
@@ -37,27 +31,6 @@ pub(super) struct Page {
     pub(super) home: Option<Slot>,
     /// Where it is mapped, the oldest first; with its home, if it has one.
     pub(super) mapped: Vec<Slot>,
-}
-
-/// What is mapped in a slot.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Mapping {
-    #[default]
-    Nothing,
-    /// This part of a page.
-    Page { page: PageId, part: u32 },
-    /// A mapping could not be undone; it is retried, and the slot not used before that.
-    Broken,
-}
-
-/// One slot of a range. A search for a window looks at thousands, so what it needs is here.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct SlotState {
-    pub(super) mapping: Mapping,
-    /// Whether the page belongs here.
-    pub(super) is_home: bool,
-    /// When the page was taken from here, in takes from the heap; 0 if it was not.
-    taken: u64,
 }
 
 /// A range of addresses and what is mapped in it.
@@ -83,27 +56,21 @@ struct Takes {
     recorded: VecDeque<(u64, Vec<PooledEvent>)>,
     /// The highest number that has passed.
     passed: u64,
+    /// Whether there were takes since the last event.
+    are_to_record: bool,
 }
 
 impl Default for Takes {
     fn default() -> Self {
-        Self { current: 1, recorded: VecDeque::new(), passed: 0 }
+        Self { current: 1, recorded: VecDeque::new(), passed: 0, are_to_record: false }
     }
 }
 
-/// The highest number of a take that the stream of a heap has passed.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct PassedTakes(u64);
-
-impl PassedTakes {
-    /// Whether no work uses what is mapped in a slot of the heap any more, and its page was taken from there.
-    #[inline]
-    pub(super) fn has_passed(self, slot: &SlotState) -> bool {
-        #[cfg(test)]
-        if super::defect::Defect::UnmapsTooEarly.is_on() {
-            return !slot.is_home;
-        }
-        (1..=self.0).contains(&slot.taken)
+impl Takes {
+    /// All takes so far have the current number.
+    fn begin_next(&mut self) {
+        self.current += 1;
+        self.are_to_record = false;
     }
 }
 
@@ -240,7 +207,7 @@ impl PageTable {
         self.slot(slot).mapping
     }
 
-    fn slot(&self, slot: Slot) -> SlotState {
+    pub(super) fn slot(&self, slot: Slot) -> SlotState {
         self.range(slot.range).slots.get(slot.index as usize).copied().unwrap_or_default()
     }
 
@@ -256,10 +223,7 @@ impl PageTable {
 
     /// The page that belongs to this slot.
     pub(super) fn own_page(&self, slot: Slot) -> Option<PageId> {
-        match self.slot(slot) {
-            SlotState { mapping: Mapping::Page { page, .. }, is_home: true, .. } => Some(page),
-            _ => None,
-        }
+        self.slot(slot).own_page()
     }
 
     /// Whether there are pages of at least so many slots.
@@ -316,9 +280,10 @@ impl PageTable {
 
     /// A page was mapped at a slot.
     pub(super) fn set_mapped(&mut self, id: PageId, slot: Slot) {
-        for (part, state) in (0..).zip(self.slots_mut(slot, self.page(id).slots)) {
+        let slots = self.page(id).slots;
+        for (part, state) in (0..).zip(self.slots_mut(slot, slots)) {
             debug_assert_eq!(state.mapping, Mapping::Nothing);
-            *state = SlotState { mapping: Mapping::Page { page: id, part }, ..SlotState::default() };
+            *state = SlotState::new(Mapping::Page(PagePart::new(id, part, slots)));
         }
         self.page_mut(id).mapped.push(slot);
         self.totals.mapped += 1;
@@ -342,7 +307,7 @@ impl PageTable {
     }
 
     fn fill_slots(&mut self, slot: Slot, slots: u32, with: Mapping) {
-        self.slots_mut(slot, slots).fill(SlotState { mapping: with, ..SlotState::default() });
+        self.slots_mut(slot, slots).fill(SlotState::new(with));
     }
 
     fn slots_mut(&mut self, slot: Slot, slots: u32) -> &mut [SlotState] {
@@ -394,14 +359,14 @@ impl PageTable {
         if let Some(before) = self.page(id).home {
             let counted = self.home_of(id, before);
             self.homes.removed(counted);
-            let taken = self.takes.entry(self.range(before.range).heap).or_default().current;
-            for state in self.slots_mut(before, slots) {
-                (state.is_home, state.taken) = (false, taken);
-            }
+            let takes = self.takes.entry(self.range(before.range).heap).or_default();
+            takes.are_to_record = true;
+            let taken = takes.current;
+            self.slots_mut(before, slots).iter_mut().for_each(|state| state.set_taken(taken));
         }
         self.page_mut(id).home = home;
         if let Some(slot) = home {
-            self.slots_mut(slot, slots).iter_mut().for_each(|state| state.is_home = true);
+            self.slots_mut(slot, slots).iter_mut().for_each(SlotState::set_home);
             let home = self.home_of(id, slot);
             self.homes.added(home);
         }
@@ -411,7 +376,12 @@ impl PageTable {
     pub(super) fn takes_recorded(&mut self, heap: u32, events: Vec<PooledEvent>) {
         let takes = self.takes.entry(heap).or_default();
         takes.recorded.push_back((takes.current, events));
-        takes.current += 1;
+        takes.begin_next();
+    }
+
+    /// Whether pages were taken from a heap since an event was last recorded behind the work that used them.
+    pub(super) fn has_takes_to_record(&self, heap: u32) -> bool {
+        self.takes.get(&heap).is_some_and(|takes| takes.are_to_record)
     }
 
     /// How many groups of events behind takes from a heap have not passed.
@@ -432,14 +402,14 @@ impl PageTable {
         let takes = self.takes.entry(heap).or_default();
         takes.recorded.clear();
         takes.passed = takes.current;
-        takes.current += 1;
+        takes.begin_next();
     }
 
     /// Whether an event is behind the work that used a page where it was taken from.
     pub(super) fn is_take_recorded(&self, page: PageId, slot: Slot) -> bool {
         let takes = self.takes.get(&self.range(slot.range).heap);
         let is_mapped = self.page(page).is_mapped_at(slot);
-        takes.is_some_and(|takes| is_mapped && self.slot(slot).taken < takes.current)
+        takes.is_some_and(|takes| is_mapped && self.slot(slot).was_taken_before(takes.current))
     }
 
     /// Reads how far the stream of a heap has come. `has_passed` asks the driver.
@@ -471,22 +441,28 @@ impl PageTable {
         PassedTakes(self.takes.get(&self.range(range).heap).map_or(0, |takes| takes.passed))
     }
 
-    /// The pages that are wholly in one block of a heap, by address.
-    pub(super) fn pages_in(&self, heap: &Heap, block: u32) -> impl Iterator<Item = (Slot, PageId)> {
+    /// The slots that are wholly in one block of a heap.
+    pub(super) fn whole_slots_in(&self, heap: &Heap, block: u32) -> SlotRange {
         let range = heap.range_of(block);
         let (base, slot, block) = (self.range(range).base, self.slot_bytes, heap.block(block));
-        let (start, end) = (block.addr() - base, block.addr() - base + block.bytes());
         let index = |offset: u64| u32::try_from(offset / slot).expect("fewer than 2^32 slots");
-        let (mut index, end) = (index(start.next_multiple_of(slot)), index(end));
+        let start = block.addr() - base;
+        let (first, behind) = (index(start + slot - 1), index(start + block.bytes()));
+        SlotRange { start: Slot { range, index: first }, behind }
+    }
+
+    /// The pages that are wholly in one block of a heap, by address.
+    pub(super) fn pages_in(&self, heap: &Heap, block: u32) -> impl Iterator<Item = (Slot, PageId)> {
+        let SlotRange { start: Slot { range, mut index }, behind: end } = self.whole_slots_in(heap, block);
         let states = self.slots(range);
         std::iter::from_fn(move || {
             while index < end {
                 let slot = Slot { range, index };
-                match states.get(index as usize) {
-                    Some(SlotState { mapping: Mapping::Page { page, part: 0 }, is_home: true, .. }) => {
-                        index += self.page(*page).slots;
+                match states.get(index as usize)?.mapping {
+                    Mapping::Page(PagePart { page, part: 0, slots, is_home: true }) => {
+                        index += u32::from(slots);
                         if index <= end {
-                            return Some((slot, *page));
+                            return Some((slot, page));
                         }
                     }
                     _ => index += 1,
@@ -512,8 +488,8 @@ impl PageTable {
         let mut mappings = Vec::new();
         for (range, map) in (0..).zip(&self.ranges).filter(|(_, map)| map.heap == heap) {
             for (index, state) in (0..).zip(&map.slots) {
-                if let Mapping::Page { page, part: 0 } = state.mapping {
-                    mappings.push((page, Slot { range, index }, state.is_home));
+                if let Mapping::Page(PagePart { page, part: 0, is_home, .. }) = state.mapping {
+                    mappings.push((page, Slot { range, index }, is_home));
                 }
             }
         }
@@ -671,11 +647,11 @@ impl PageTable {
             bytes += u64::from(page.slots) * self.slot_bytes;
             assert!(page.home.is_none_or(|home| page.is_mapped_at(home)), "page {id} is mapped where it belongs");
             for &slot in &page.mapped {
+                let is_home = page.home == Some(slot);
                 for part in 0..page.slots {
                     let at = Slot { index: slot.index + part, ..slot };
-                    let state = self.slot(at);
-                    assert_eq!(state.mapping, Mapping::Page { page: id, part }, "page {id} at {at:?}");
-                    assert_eq!(state.is_home, page.home == Some(slot), "whether page {id} belongs to {at:?}");
+                    let expected = PagePart { is_home, ..PagePart::new(id, part, page.slots) };
+                    assert_eq!(self.mapping(at), Mapping::Page(expected), "page {id} at {at:?}");
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! Events behind a stream's work, and waiting for it, without a block.
 
-use warpool_driver::{ErrorCode, EventScope, StreamId};
+use warpool_driver::{DeviceId, ErrorCode, EventScope, StreamId};
 
 use super::owner::FenceOwner;
 use crate::capture::CaptureStatus;
@@ -25,12 +25,16 @@ pub(crate) fn record(owner: &impl FenceOwner, stream: StreamId) -> Result<Record
             return Ok(Recorded::CaptureActive);
         }
     }
+    match owner.instance().driver().stream_handle(stream) {
+        Ok(handle) => record_on(owner, handle.device, stream),
+        Err(error) if error.code == ErrorCode::InvalidHandle => record_destroyed(owner),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Records an event behind the work of a stream of that device, which did not capture a moment ago.
+fn record_on(owner: &impl FenceOwner, device: DeviceId, stream: StreamId) -> Result<Recorded> {
     let driver = owner.instance().driver();
-    let device = match driver.stream_handle(stream) {
-        Ok(handle) => handle.device,
-        Err(error) if error.code == ErrorCode::InvalidHandle => return record_destroyed(owner),
-        Err(error) => return Err(error.into()),
-    };
     let mut event = Device::from_id(owner.instance(), device).event_pool().take()?;
     driver.event_record(event.id(), stream, EventScope::Plain)?;
     let status = owner.capture_status(stream);
@@ -45,12 +49,11 @@ pub(crate) fn record(owner: &impl FenceOwner, stream: StreamId) -> Result<Record
 /// Records an event behind the work of a stream that nobody said uses the memory in question. `None` if a capture
 /// forbids it, or if the stream is destroyed.
 pub(crate) fn record_bystander(owner: &impl FenceOwner, stream: StreamId) -> Result<Option<PooledEvent>> {
-    if owner.capture_status(stream)? == CaptureStatus::StreamDestroyed
-        || owner.instance().driver().stream_handle(stream).is_err()
-    {
+    if owner.capture_status(stream)? != CaptureStatus::NotCapturing {
         return Ok(None);
     }
-    match record(owner, stream)? {
+    let Ok(handle) = owner.instance().driver().stream_handle(stream) else { return Ok(None) };
+    match record_on(owner, handle.device, stream)? {
         Recorded::Fenced(event) => Ok(Some(event)),
         Recorded::AlreadyDone | Recorded::CaptureActive => Ok(None),
     }

@@ -17,7 +17,7 @@ mod order;
 mod take;
 mod take_back;
 
-use warpool_driver::StreamId;
+use warpool_driver::{EventId, StreamId};
 
 use crate::memory::limit::share_of;
 use crate::memory::paged::address_space::Location;
@@ -66,6 +66,7 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
         own_page: false,
         whole_pages: false,
         ordered_after: None,
+        recorded: Vec::new(),
     };
     let outcome = fill.run();
     fill.order_after_bystanders();
@@ -88,6 +89,8 @@ struct Fill<'a> {
     whole_pages: bool,
     /// Once pages of another heap were taken: the streams that the request's stream waits for since the last time.
     ordered_after: Option<Vec<StreamId>>,
+    /// Events behind the work of other streams, recorded after all pages were taken.
+    recorded: Vec<(StreamId, EventId)>,
 }
 
 /// That a window was not filled is an answer too.
@@ -183,12 +186,14 @@ impl Fill<'_> {
 
     /// Undoes mappings in the window that no work uses any more, and whose pages belong elsewhere.
     fn undo_old(&mut self, window: Window) -> Result<()> {
+        let passed = self.table.passed_takes(window.range);
         for slot in self.slots(window) {
-            if let Mapping::Page { page, part } = self.table.mapping(slot) {
-                let first = Slot { index: slot.index - part, ..slot };
-                if self.table.is_old_mapping(page, first) && self.table.has_passed(page, first) {
-                    old_mappings::unmap(self.device, self.table, page, first)?;
-                }
+            let state = self.table.slot(slot);
+            if let Mapping::Page(part) = state.mapping
+                && !part.is_home
+                && passed.has_passed(&state)
+            {
+                old_mappings::unmap(self.device, self.table, part.page, part.first_slot(slot))?;
             }
         }
         Ok(())
@@ -197,7 +202,7 @@ impl Fill<'_> {
     /// Pages that are mapped in slots of the window that they do not belong to.
     fn blocked(&self, window: Window) -> impl Iterator<Item = PageId> {
         self.slots(window).filter_map(|slot| match self.table.mapping(slot) {
-            Mapping::Page { page, .. } => self.table.own_page(slot).is_none().then_some(page),
+            Mapping::Page(part) => (!part.is_home).then_some(part.page),
             _ => None,
         })
     }
@@ -230,11 +235,11 @@ impl Fill<'_> {
         }
         let first = if self.may_grow_first(&supply) { self.grow(&mut supply).map(drop) } else { Ok(()) };
         let taken = first.and_then(|()| self.take(&mut supply));
-        if supply.pages.iter().any(|supplied| supplied.from.is_some()) {
-            self.record_takes();
-        }
         let obtained = taken.and_then(|()| self.obtain_rest(&mut supply));
         if let Ok(Ok(())) = obtained {
+            if supply.pages.iter().any(|supplied| supplied.from.is_some()) {
+                self.record_takes();
+            }
             self.map(supply.pages)?;
         } else {
             // What was got for nothing goes back, so that a failed request changes nothing.

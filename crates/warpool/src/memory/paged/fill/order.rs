@@ -1,13 +1,13 @@
 //! Order between streams: before a stream uses pages of another one, it waits for the work that may still use them. The
 //! device waits, not the host.
 
-use warpool_driver::{EventScope, StreamId};
+use warpool_driver::{EventId, EventScope, StreamId};
 
 use super::Fill;
 use crate::memory::paged::pending::PendingFrees;
 use crate::memory::paged::pools::Takeable;
 use crate::memory::stream_fence::{self, Recorded};
-use crate::{PooledEvent, Result, lock};
+use crate::{Result, lock};
 
 impl Fill<'_> {
     /// Makes the request's stream wait for the work of another heap, from which pages were just taken. `false` if it
@@ -38,7 +38,7 @@ impl Fill<'_> {
         self.ordered_after = Some(Vec::new());
         for &stream in &streams {
             match stream_fence::record(&PendingFrees::new(self.device, self.details), stream)? {
-                Recorded::Fenced(event) => self.wait_for(&event)?,
+                Recorded::Fenced(event) => self.wait_for(event.id())?,
                 Recorded::AlreadyDone => {}
                 Recorded::CaptureActive => return Ok(false),
             }
@@ -47,8 +47,8 @@ impl Fill<'_> {
         Ok(true)
     }
 
-    fn wait_for(&self, event: &PooledEvent) -> Result<()> {
-        Ok(self.device.driver().stream_wait_event(self.request.stream, event.id(), EventScope::Plain)?)
+    fn wait_for(&self, event: EventId) -> Result<()> {
+        Ok(self.device.driver().stream_wait_event(self.request.stream, event, EventScope::Plain)?)
     }
 
     /// If pages of another heap were taken, makes the request's stream wait for the other streams of the device too. To
@@ -68,10 +68,10 @@ impl Fill<'_> {
             if stream == self.request.stream || known.contains(&stream) {
                 continue;
             }
-            let waited = match stream_fence::record_bystander(&owner, stream) {
-                Ok(Some(event)) => self.wait_for(&event),
-                Ok(None) => Ok(()),
-                Err(error) => Err(error),
+            let waited = match self.recorded.iter().find(|&&(of, _)| of == stream) {
+                Some(&(_, event)) => self.wait_for(event),
+                None => stream_fence::record_bystander(&owner, stream)
+                    .and_then(|event| event.map_or(Ok(()), |event| self.wait_for(event.id()))),
             };
             if let Err(error) = waited {
                 tracing::warn!(%error, %stream, "a stream takes pages without waiting for another one");

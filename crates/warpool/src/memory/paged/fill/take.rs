@@ -184,8 +184,9 @@ impl Fill<'_> {
     /// Has an event recorded behind the work that used what was taken from this heap. Without it the old mappings stay
     /// until a later one.
     pub(super) fn record_takes(&mut self) {
-        if let Err(error) = old_mappings::record_takes(self.device, self.table, self.request.heap, self.details) {
-            tracing::warn!(%error, "no event could be recorded behind taken pages; it is retried");
+        match old_mappings::record_takes(self.device, self.table, self.request.heap, self.details) {
+            Ok(bystanders) => self.recorded = bystanders,
+            Err(error) => tracing::warn!(%error, "no event could be recorded behind taken pages; it is retried"),
         }
     }
 }

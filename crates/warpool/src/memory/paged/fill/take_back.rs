@@ -4,8 +4,9 @@ use super::Fill;
 use crate::Result;
 use crate::memory::Action;
 use crate::memory::paged::page_set::PageSet;
-use crate::memory::paged::pages::{Mapping, PageId, Slot};
+use crate::memory::paged::pages::PageId;
 use crate::memory::paged::pools::Takeable;
+use crate::memory::paged::slot::{Mapping, PagePart, Slot};
 use crate::memory::paged::window::Window;
 
 impl Fill<'_> {
@@ -31,25 +32,19 @@ impl Fill<'_> {
 
     /// Pages that are still mapped in the window, and belong to free blocks or to nothing, belong to the window again.
     pub(super) fn take_back(&mut self, window: Window) -> Result<()> {
-        let last = self.slots(window).last().map_or(0, |slot| slot.index);
-        let in_window = |slot: Slot| match self.table.mapping(slot) {
-            Mapping::Page { page, part: 0 } if self.table.own_page(slot).is_none() => {
-                (slot.index + self.table.page(page).slots <= last + 1).then_some(page)
-            }
-            _ => None,
-        };
-        let wanted: PageSet = self.slots(window).filter_map(in_window).collect();
-        if wanted.is_empty() {
+        let old = self.old_in(window);
+        if old.is_empty() {
             return Ok(());
         }
-        let mut taken: PageSet = wanted.iter().filter(|&page| self.table.take_spare_page(page)).collect();
-        let heap_of = |page: PageId| self.table.page(page).home.map(|home| self.table.range(home.range).heap);
-        let mut heaps: Vec<u32> = wanted.iter().filter(|&page| !taken.contains(page)).filter_map(heap_of).collect();
-        heaps.sort_unstable();
-        heaps.dedup();
+        let mut taken: PageSet =
+            old.iter().map(|&(_, page)| page).filter(|&page| self.table.take_spare_page(page)).collect();
+        let mut wanted: Vec<InHeap> = old.iter().filter_map(|&(_, page)| self.place_of(page)).collect();
+        wanted.sort_unstable();
+        wanted.dedup();
         let mut outcome = Ok(());
-        for number in heaps {
-            let from = self.take_wanted(number, &wanted);
+        for wanted in wanted.chunk_by(|a, b| a.heap == b.heap) {
+            let number = wanted[0].heap;
+            let from = self.take_wanted(number, wanted);
             let ordered = if number == self.request.heap { Ok(true) } else { self.order_after_heap(number) };
             if matches!(ordered, Ok(true)) {
                 if number != self.request.heap && !from.is_empty() {
@@ -62,10 +57,8 @@ impl Fill<'_> {
             }
         }
         let heap = self.cell.lock();
-        for slot in self.slots(window) {
-            if let Mapping::Page { page, part: 0 } = self.table.mapping(slot)
-                && taken.remove(page)
-            {
+        for (slot, page) in old {
+            if taken.remove(page) {
                 self.table.set_home(page, Some(slot));
                 self.table.totals.taken_back += 1;
                 let bytes = self.table.page_bytes(page);
@@ -75,16 +68,54 @@ impl Fill<'_> {
         outcome
     }
 
-    /// Takes those of the wanted pages that are in free blocks of a heap.
-    fn take_wanted(&mut self, number: u32, wanted: &PageSet) -> Vec<(Slot, PageId)> {
-        let mut taken = Vec::new();
+    /// The old mappings that are wholly in the window: slots and pages.
+    fn old_in(&self, window: Window) -> Vec<(Slot, PageId)> {
+        let behind = self.slots(window).last().map_or(0, |slot| slot.index + 1);
+        let old = |slot: Slot| match self.table.mapping(slot) {
+            Mapping::Page(PagePart { page, part: 0, slots, is_home: false }) => {
+                (slot.index + u32::from(slots) <= behind).then_some((slot, page))
+            }
+            _ => None,
+        };
+        self.slots(window).filter_map(old).collect()
+    }
+
+    /// Where a page belongs; `None` if nowhere.
+    fn place_of(&self, page: PageId) -> Option<InHeap> {
+        let home = self.table.page(page).home?;
+        Some(InHeap { heap: self.table.range(home.range).heap, home, page })
+    }
+
+    /// Takes those of the wanted pages that are in free blocks of a heap. They are sorted.
+    fn take_wanted(&mut self, number: u32, wanted: &[InHeap]) -> Vec<(Slot, PageId)> {
         let mut heap = self.device.heaps.get(number).lock();
-        for block in heap.blocks_with_pages(self.table.slot_bytes) {
-            let pages = self.table.pages_in(&heap, block);
-            let pages: Vec<_> = pages.filter(|&(_, page)| wanted.contains(page)).collect();
-            self.take_pages(&mut heap, block, &pages);
-            taken.extend(pages);
+        let mut found = Vec::new();
+        heap.free_blocks_from(self.table.slot_bytes, |block| {
+            let slots = self.table.whole_slots_in(&heap, block);
+            let first = wanted.partition_point(|wanted| wanted.home < slots.start);
+            let behind = |wanted: &InHeap| wanted.home.index + self.table.page(wanted.page).slots;
+            let inside = wanted[first..]
+                .iter()
+                .take_while(|wanted| wanted.home.range == slots.start.range && behind(wanted) <= slots.behind);
+            let count = inside.count();
+            if count > 0 {
+                found.push((block, first..first + count));
+            }
+        });
+        let mut taken = Vec::with_capacity(wanted.len());
+        for (block, pages) in found {
+            let before = taken.len();
+            taken.extend(wanted[pages].iter().map(|wanted| (wanted.home, wanted.page)));
+            self.take_pages(&mut heap, block, &taken[before..]);
         }
         taken
     }
+}
+
+/// A page that belongs to a heap.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct InHeap {
+    heap: u32,
+    home: Slot,
+    page: PageId,
 }

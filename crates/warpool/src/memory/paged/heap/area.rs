@@ -77,17 +77,6 @@ impl FreeRuns {
         &self.runs[position]
     }
 
-    /// The run that an address is in, by its position: they are sorted.
-    pub(in crate::memory::paged) fn position_at(&self, addr: u64) -> Option<usize> {
-        // Most addresses are those of other heaps.
-        let (first, last) = (self.runs.first()?, self.runs.last()?);
-        if !(first.start..last.end).contains(&addr) {
-            return None;
-        }
-        let at = self.runs.partition_point(|run| run.start <= addr) - 1;
-        (addr < self.runs[at].end).then_some(at)
-    }
-
     pub(in crate::memory::paged) fn holes_of(&self, run: &FreeRun) -> &[Hole] {
         &self.holes[run.holes.clone()]
     }

@@ -344,10 +344,10 @@ impl Heap {
 
     /// The free blocks that may contain whole pages, smallest first.
     pub(super) fn blocks_with_pages(&self, slot: u64) -> Vec<u32> {
-        let of = |area: &Area| area.free_at_least(&self.blocks, slot).collect::<Vec<_>>();
-        let mut blocks: Vec<u32> = self.areas.iter().flat_map(of).collect();
-        blocks.sort_by_key(|&id| (self.blocks.get(id).bytes, self.blocks.get(id).addr));
-        blocks
+        let mut blocks = Vec::new();
+        self.free_blocks_from(slot, |id| blocks.push((self.blocks.get(id).bytes, self.blocks.get(id).addr, id)));
+        blocks.sort_unstable();
+        blocks.into_iter().map(|(_, _, id)| id).collect()
     }
 
     /// Calls `each` with every free block of at least `bytes` bytes.

@@ -1,65 +1,73 @@
-//! What windows in a run of free addresses need at least, without a look at every slot: most runs then need none.
+//! What windows in a run of free addresses need at least, without sums over its slots: most runs then need none.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::Wanted;
+use super::costs::{index, used_slots};
 use crate::memory::paged::heap::FreeRun;
+use crate::memory::paged::slot::{Mapping, SlotState};
 
 /// Driver calls, pages, and an address: no window of a run has less, in this order.
 pub(super) type Least = (u32, u32, u64);
-
-/// So many runs are looked at before more is found out about the others. In tests there are few.
-const LOOKED_AT_FIRST: usize = if cfg!(test) { 1 } else { 4 };
 
 /// The runs that are still to be looked at.
 pub(super) struct Bounds<'a> {
     wanted: Wanted<'a>,
     /// What each needs at least, and its position among all runs.
     left: BinaryHeap<Reverse<(Least, usize)>>,
-    looked_at: usize,
+    /// Whether anything is known of them.
+    are_known: bool,
 }
 
 impl<'a> Bounds<'a> {
     pub(super) fn new(wanted: Wanted<'a>) -> Self {
         let least = |run: &FreeRun| (0, least_pages(wanted, run), run.start);
-        Self { wanted, left: wanted.runs.iter().map(least).zip(0..).map(Reverse).collect(), looked_at: 0 }
+        let left = wanted.runs.iter().map(least).zip(0..).map(Reverse).collect();
+        Self { wanted, left, are_known: true }
     }
 
     /// Nothing is known of the runs: all are looked at.
     pub(super) fn unknown(wanted: Wanted<'a>) -> Self {
         let left = (0..wanted.runs.len()).map(|position| Reverse(((0, 0, 0), position))).collect();
-        Self { wanted, left, looked_at: 0 }
+        Self { wanted, left, are_known: false }
     }
 
     /// The run that could be the best of those that are left, if it could have a window that needs less than the best
     /// so far.
     pub(super) fn next_below(&mut self, best: Option<Least>) -> Option<&'a FreeRun> {
-        if self.looked_at == LOOKED_AT_FIRST && best.is_some_and(|(calls, ..)| calls > 0) {
-            self.raise();
-        }
-        self.looked_at += 1;
-        let Reverse((least, position)) = self.left.pop()?;
-        best.is_none_or(|best| least < best).then(|| self.wanted.runs.get(position))
-    }
-
-    /// Finds out how many driver calls windows of the runs need at least: every page that they need is mapped, unless
-    /// it is one that may be taken back.
-    fn raise(&mut self) {
-        let Wanted { table, runs, takeable, .. } = self.wanted;
-        let mut taken_back = vec![0; runs.len()];
-        for page in takeable.iter().map(|page| table.page(page)) {
-            for &slot in page.mapped.iter().filter(|&&slot| page.home != Some(slot)) {
-                // All slots of a page that does not belong there are in holes, side by side.
-                if let Some(position) = runs.position_at(table.addr(slot)) {
-                    taken_back[position] += page.slots;
-                }
+        while let Some(Reverse((least, position))) = self.left.pop() {
+            let run = self.wanted.runs.get(position);
+            let Some(best) = best.filter(|_| self.are_known) else { return Some(run) };
+            if least >= best {
+                return None;
+            }
+            let (_, pages, start) = least;
+            if (self.least_calls(run, pages), pages, start) < best {
+                return Some(run);
             }
         }
-        let raised = |Reverse(((_, pages, start), position)): Reverse<(Least, usize)>| {
-            Reverse(((pages.saturating_sub(taken_back[position]), pages, start), position))
-        };
-        self.left = self.left.drain().map(raised).collect();
+        None
+    }
+
+    /// How many driver calls windows of a run need at least: every page that they need is mapped, unless it is one that
+    /// may be taken back.
+    fn least_calls(&self, run: &FreeRun, pages: u32) -> u32 {
+        let Wanted { table, runs, takeable, .. } = self.wanted;
+        let (slots, base) = (table.slots(run.range), table.range(run.range).base);
+        let is_takeable =
+            |state: &SlotState| matches!(state.mapping, Mapping::Page(part) if takeable.contains(part.page));
+        let mut needed = pages;
+        for hole in runs.holes_of(run) {
+            let [first, behind] = [hole.start, hole.end].map(|addr| index(base, table.slot_bytes, addr));
+            let takeable: u32 =
+                used_slots(slots, first, behind).iter().map(|state| u32::from(is_takeable(state))).sum();
+            needed = needed.saturating_sub(takeable);
+            if needed == 0 {
+                break;
+            }
+        }
+        needed
     }
 }
 

@@ -3,7 +3,7 @@
 use super::{Wanted, Window};
 use crate::memory::paged::heap::{FreeRun, Hole};
 use crate::memory::paged::page_set::PageSet;
-use crate::memory::paged::pages::{Mapping, PageTable, PassedTakes, SlotState};
+use crate::memory::paged::slot::{Mapping, PagePart, PassedTakes, SlotState};
 
 /// What must be done to use slots in holes, beside getting a page for each. In one word, since thousands are added up:
 /// driver calls (mappings that are made, and old ones that are undone for them; each costs about as much), and above
@@ -122,8 +122,6 @@ pub(super) struct Fit {
 /// range, and holes and candidates given by them: divisions by a slot's size took most of the time.
 pub(super) struct Costs<'a> {
     slots: &'a [SlotState],
-    /// The sizes of pages are looked up in it.
-    table: &'a PageTable,
     passed: PassedTakes,
     run: &'a FreeRun,
     bytes: u64,
@@ -148,7 +146,7 @@ impl<'a> Costs<'a> {
         let end = run.end.min(looked_at + base);
         let (slots, passed) = (table.slots(run.range), table.passed_takes(run.range));
         let behind = index(base, slot, end);
-        let costs = Self { slots, table, passed, run, bytes, slot, unit, base, end, behind, sums };
+        let costs = Self { slots, passed, run, bytes, slot, unit, base, end, behind, sums };
         costs.sum(runs.holes_of(run), takeable)
     }
 
@@ -162,7 +160,7 @@ impl<'a> Costs<'a> {
         for hole in holes.iter().take_while(|hole| hole.start < self.end) {
             let (first, behind) = (self.index(hole.start), self.index(hole.end));
             let end = behind.min(stop);
-            let used = self.slots.get(first as usize..self.slots.len().min(end as usize)).unwrap_or_default();
+            let used = used_slots(self.slots, first, end);
             self.sums.begin_hole(first, behind);
             self.sums.add_edge(first, start < hole.start);
             let last = self.sums.add_used(first, used, takeable, self.passed);
@@ -268,9 +266,8 @@ impl<'a> Costs<'a> {
     /// How many slots of a window no other block shares, nor a page of which one has a part.
     pub(super) fn whole_slots(&self, fit: &Fit) -> u32 {
         let part_of = |index: u32| {
-            let state = self.slots.get(index as usize).filter(|state| state.is_home)?;
-            let Mapping::Page { page, part } = state.mapping else { return None };
-            Some((part, self.table.page(page).slots - part))
+            let Mapping::Page(part) = self.slots.get(index as usize)?.mapping else { return None };
+            part.is_home.then(|| (u32::from(part.part), u32::from(part.slots - part.part)))
         };
         let (mut first, mut behind) = (self.index(self.run.start + self.slot - 1), self.index(self.run.end));
         if let Some((1.., slots)) = part_of(first) {
@@ -286,17 +283,22 @@ impl<'a> Costs<'a> {
     pub(super) fn cuts_page(&self, fit: &Fit) -> bool {
         let part_of = |index: u32| {
             let state = self.slots.get(index as usize)?;
-            let Mapping::Page { page, part } = state.mapping else { return None };
-            let stays = !state.is_home && !self.passed.has_passed(state);
-            stays.then(|| (part, self.table.page(page).slots))
+            let Mapping::Page(PagePart { part, slots, is_home, .. }) = state.mapping else { return None };
+            let stays = !is_home && !self.passed.has_passed(state);
+            stays.then_some((part, slots))
         };
         part_of(fit.first).is_some_and(|(part, _)| part > 0)
             || part_of(fit.last).is_some_and(|(part, slots)| part + 1 < slots)
     }
 }
 
+/// Those of the slots from `first` up to `behind` that were ever used.
+pub(super) fn used_slots(slots: &[SlotState], first: u32, behind: u32) -> &[SlotState] {
+    slots.get(first as usize..slots.len().min(behind as usize)).unwrap_or_default()
+}
+
 /// The slot of an address.
-fn index(base: u64, slot: u64, addr: u64) -> u32 {
+pub(super) fn index(base: u64, slot: u64, addr: u64) -> u32 {
     u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots")
 }
 
@@ -306,8 +308,8 @@ fn cost(state: &SlotState, takeable: &PageSet, passed: PassedTakes) -> Cost {
     let undone = if passed.has_passed(state) { Cost::calls(2) } else { Cost::BLOCKED };
     match state.mapping {
         Mapping::Nothing => Cost::calls(1),
-        Mapping::Page { page, .. } if takeable.contains(page) => Cost::calls(0),
-        Mapping::Page { .. } => undone,
+        Mapping::Page(part) if takeable.contains(part.page) => Cost::calls(0),
+        Mapping::Page(_) => undone,
         Mapping::Broken => Cost::BLOCKED,
     }
 }
