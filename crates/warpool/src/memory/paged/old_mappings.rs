@@ -47,8 +47,8 @@ fn users_of(device: &PagedDevice, heap: u32) -> Option<Vec<StreamId>> {
 }
 
 /// Records events behind all work that used the pages taken from a heap so far, and behind that of the other streams of
-/// the device (`fill/order.rs` says why); returns these. While a capture forbids it, or enough are recorded, that is left
-/// to a later call.
+/// the device (`fill/order.rs` says why); returns the latter. While a capture forbids it, or enough are recorded, that
+/// is left to a later call.
 pub(super) fn record_takes(
     device: &PagedDevice,
     table: &mut PageTable,

@@ -20,7 +20,7 @@ use crate::PooledEvent;
 use crate::memory::{SegmentKind, Stat, StatByKind};
 
 pub(super) use super::page_set::PageId;
-pub(super) use super::slot::{Mapping, PagePart, PassedTakes, Slot, SlotRange, SlotState};
+pub(super) use super::slot::{FIRST_PAGE, MappedByChunk, Mapping, PagePart, PassedTakes, Slot, SlotRange, SlotState};
 
 #[derive(Debug)]
 pub(super) struct Page {
@@ -42,6 +42,7 @@ pub(super) struct RangeMap {
     pub(super) kind: SegmentKind,
     /// As far as anything was ever mapped.
     slots: Vec<SlotState>,
+    mapped: MappedByChunk,
     /// Where it comes from, if it is a segment: backed as a whole, without pages.
     segment: Option<SegmentSource>,
 }
@@ -80,6 +81,7 @@ pub(super) struct PageTable {
     /// The size of a slot.
     pub(super) slot_bytes: u64,
     pub(super) page_sizes: PageSizes,
+    /// By number; the first [`FIRST_PAGE`] are none.
     pages: Vec<Option<Page>>,
     unused: Vec<PageId>,
     /// How many pages there are of 1, 2 and 4 slots.
@@ -138,7 +140,7 @@ impl PageTable {
         Self {
             slot_bytes,
             page_sizes: PageSizes::default(),
-            pages: Vec::new(),
+            pages: (0..FIRST_PAGE).map(|_| None).collect(),
             unused: Vec::new(),
             count_by_slots: [0; 3],
             ranges: Vec::new(),
@@ -176,7 +178,15 @@ impl PageTable {
     }
 
     pub(super) fn add_range(&mut self, base: u64, bytes: u64, heap: u32, kind: SegmentKind) -> u32 {
-        self.push_range(RangeMap { base, bytes, heap, kind, slots: Vec::new(), segment: None })
+        self.push_range(RangeMap {
+            base,
+            bytes,
+            heap,
+            kind,
+            slots: Vec::new(),
+            mapped: MappedByChunk::default(),
+            segment: None,
+        })
     }
 
     fn push_range(&mut self, range: RangeMap) -> u32 {
@@ -186,6 +196,11 @@ impl PageTable {
         }
         self.ranges.push(range);
         u32::try_from(self.ranges.len() - 1).expect("few ranges")
+    }
+
+    /// Ranges have lower numbers.
+    pub(super) fn range_count(&self) -> usize {
+        self.ranges.len()
     }
 
     pub(super) fn range(&self, range: u32) -> &RangeMap {
@@ -204,7 +219,7 @@ impl PageTable {
     }
 
     pub(super) fn mapping(&self, slot: Slot) -> Mapping {
-        self.slot(slot).mapping
+        self.slot(slot).mapping()
     }
 
     pub(super) fn slot(&self, slot: Slot) -> SlotState {
@@ -219,6 +234,11 @@ impl PageTable {
     /// How many slots of a range were ever mapped, from its start.
     pub(super) fn slots_used(&self, range: u32) -> u32 {
         u32::try_from(self.range(range).slots.len()).expect("fewer than 2^32 slots")
+    }
+
+    /// In how many slots of a chunk of a range nothing is mapped.
+    pub(super) fn unmapped_in(&self, range: u32, chunk: u32) -> u32 {
+        self.range(range).mapped.unmapped(chunk)
     }
 
     /// The page that belongs to this slot.
@@ -281,10 +301,7 @@ impl PageTable {
     /// A page was mapped at a slot.
     pub(super) fn set_mapped(&mut self, id: PageId, slot: Slot) {
         let slots = self.page(id).slots;
-        for (part, state) in (0..).zip(self.slots_mut(slot, slots)) {
-            debug_assert_eq!(state.mapping, Mapping::Nothing);
-            *state = SlotState::new(Mapping::Page(PagePart::new(id, part, slots)));
-        }
+        self.set_slots(slot, slots, |part| Mapping::Page(PagePart::new(id, part, slots)));
         self.page_mut(id).mapped.push(slot);
         self.totals.mapped += 1;
     }
@@ -307,16 +324,26 @@ impl PageTable {
     }
 
     fn fill_slots(&mut self, slot: Slot, slots: u32, with: Mapping) {
-        self.slots_mut(slot, slots).fill(SlotState::new(with));
+        self.set_slots(slot, slots, |_| with);
     }
 
-    fn slots_mut(&mut self, slot: Slot, slots: u32) -> &mut [SlotState] {
-        let map = &mut self.ranges[slot.range as usize].slots;
-        let end = (slot.index + slots) as usize;
-        if map.len() < end {
-            map.resize(end, SlotState::default());
+    /// Something else is mapped in slots: `mapping` by their number from the first on.
+    fn set_slots(&mut self, first: Slot, slots: u32, mapping: impl Fn(u32) -> Mapping) {
+        let map = &mut self.ranges[first.range as usize];
+        let end = (first.index + slots) as usize;
+        if map.slots.len() < end {
+            map.slots.resize(end, SlotState::default());
         }
-        &mut map[slot.index as usize..end]
+        for (part, state) in (0..slots).zip(&mut map.slots[first.index as usize..end]) {
+            let after = SlotState::new(mapping(part));
+            map.mapped.note(first.index + part, state, &after);
+            *state = after;
+        }
+    }
+
+    /// Slots that a page is mapped in.
+    fn slots_mut(&mut self, slot: Slot, slots: u32) -> &mut [SlotState] {
+        &mut self.ranges[slot.range as usize].slots[slot.index as usize..(slot.index + slots) as usize]
     }
 
     fn clear_slots(&mut self, id: PageId, slot: Slot, with: Mapping) {
@@ -458,7 +485,7 @@ impl PageTable {
         std::iter::from_fn(move || {
             while index < end {
                 let slot = Slot { range, index };
-                match states.get(index as usize)?.mapping {
+                match states.get(index as usize)?.mapping() {
                     Mapping::Page(PagePart { page, part: 0, slots, is_home: true }) => {
                         index += u32::from(slots);
                         if index <= end {
@@ -488,7 +515,7 @@ impl PageTable {
         let mut mappings = Vec::new();
         for (range, map) in (0..).zip(&self.ranges).filter(|(_, map)| map.heap == heap) {
             for (index, state) in (0..).zip(&map.slots) {
-                if let Mapping::Page(PagePart { page, part: 0, is_home, .. }) = state.mapping {
+                if let Mapping::Page(PagePart { page, part: 0, is_home, .. }) = state.mapping() {
                     mappings.push((page, Slot { range, index }, is_home));
                 }
             }
@@ -503,7 +530,7 @@ impl PageTable {
 
     pub(super) fn has_mappings(&self, heap: u32) -> bool {
         let of_heap = self.ranges.iter().filter(|map| map.heap == heap);
-        of_heap.flat_map(|map| &map.slots).any(|state| state.mapping != Mapping::Nothing)
+        of_heap.flat_map(|map| &map.slots).any(|state| !state.is_unmapped())
     }
 
     /// Whether nothing is behind the ranges of a heap, neither pages nor segments.
@@ -514,7 +541,7 @@ impl PageTable {
 
     /// Whether nothing is mapped anywhere.
     pub(super) fn has_no_mappings(&self) -> bool {
-        self.ranges.iter().flat_map(|map| &map.slots).all(|state| state.mapping == Mapping::Nothing)
+        self.ranges.iter().flat_map(|map| &map.slots).all(SlotState::is_unmapped)
     }
 
     /// The bytes of addresses that a heap has for a kind of blocks.
@@ -530,7 +557,7 @@ impl PageTable {
     }
 
     pub(super) fn count(&self) -> u64 {
-        (self.pages.len() - self.unused.len()) as u64
+        self.count_by_slots.iter().sum::<usize>() as u64
     }
 
     /// Adds a segment. Returns its number.
@@ -546,7 +573,15 @@ impl PageTable {
         self.reserved.increase(kind, bytes);
         self.homes.added(Home { heap, kind, bytes, neighbours: 0 });
         self.homes.segment_allocs += 1;
-        self.push_range(RangeMap { base, bytes, heap, kind, slots: Vec::new(), segment: Some(from) })
+        self.push_range(RangeMap {
+            base,
+            bytes,
+            heap,
+            kind,
+            slots: Vec::new(),
+            mapped: MappedByChunk::default(),
+            segment: Some(from),
+        })
     }
 
     /// Removes a segment. Returns its source, which is dropped without a lock.
@@ -653,6 +688,16 @@ impl PageTable {
                     let expected = PagePart { is_home, ..PagePart::new(id, part, page.slots) };
                     assert_eq!(self.mapping(at), Mapping::Page(expected), "page {id} at {at:?}");
                 }
+            }
+        }
+        for map in &self.ranges {
+            for (chunk, slots) in (0..).zip(map.slots.chunks(MappedByChunk::SLOTS as usize)) {
+                let mapped = slots.iter().filter(|state| !state.is_unmapped()).count();
+                assert_eq!(
+                    MappedByChunk::SLOTS as usize - mapped,
+                    map.mapped.unmapped(chunk) as usize,
+                    "chunk {chunk}"
+                );
             }
         }
         let segments: u64 = self.ranges.iter().filter(|map| map.segment.is_some()).map(|map| map.bytes).sum();

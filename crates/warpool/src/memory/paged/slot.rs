@@ -1,6 +1,6 @@
 //! Slots: what addresses are divided into, and what is mapped in each.
 
-use super::page_set::PageId;
+use super::page_set::{PageId, PageSet};
 
 /// A slot: a range by its number, and the number of the slot in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -54,46 +54,114 @@ impl PagePart {
 }
 
 /// One slot of a range. A search for a window looks at thousands, so it is small, and all that they need is in it.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct SlotState {
-    pub(super) mapping: Mapping,
+    /// The page that is mapped here, or [`NOTHING`] or [`BROKEN`].
+    page: PageId,
+    part: u8,
+    slots: u8,
+    is_home: bool,
     /// When the page was taken from here, in takes from the heap; 0 if it was not.
     taken: u64,
 }
 
+/// Not the number of a page: nothing is mapped. It is a low number, so that sets of pages need no branch for it.
+const NOTHING: PageId = 0;
+/// Not the number of a page: a mapping could not be undone.
+const BROKEN: PageId = 1;
+/// The lowest number of a page.
+pub(super) const FIRST_PAGE: PageId = 2;
+
 const _: () = assert!(size_of::<SlotState>() == 16);
+
+impl Default for SlotState {
+    fn default() -> Self {
+        Self { page: NOTHING, part: 0, slots: 0, is_home: false, taken: 0 }
+    }
+}
 
 impl SlotState {
     pub(super) fn new(mapping: Mapping) -> Self {
-        Self { mapping, taken: 0 }
+        match mapping {
+            Mapping::Nothing => Self::default(),
+            Mapping::Broken => Self { page: BROKEN, ..Self::default() },
+            Mapping::Page(PagePart { page, part, slots, is_home }) => Self { page, part, slots, is_home, taken: 0 },
+        }
+    }
+
+    #[inline]
+    pub(super) fn mapping(&self) -> Mapping {
+        let &Self { page, part, slots, is_home, .. } = self;
+        match page {
+            NOTHING => Mapping::Nothing,
+            BROKEN => Mapping::Broken,
+            _ => Mapping::Page(PagePart { page, part, slots, is_home }),
+        }
+    }
+
+    #[inline]
+    pub(super) fn is_unmapped(&self) -> bool {
+        self.page == NOTHING
+    }
+
+    /// 1 if the page that is mapped here is one of these, else 0.
+    #[inline]
+    pub(super) fn has_one_of(&self, pages: &PageSet) -> u64 {
+        // What is no page is in no set.
+        pages.bit(self.page)
     }
 
     /// The page that belongs here.
+    #[inline]
     pub(super) fn own_page(&self) -> Option<PageId> {
-        match self.mapping {
-            Mapping::Page(PagePart { page, is_home: true, .. }) => Some(page),
-            _ => None,
-        }
+        self.is_home.then_some(self.page)
     }
 
     /// The page that is mapped here belongs here from now on.
     pub(super) fn set_home(&mut self) {
-        if let Mapping::Page(part) = &mut self.mapping {
-            part.is_home = true;
-        }
+        self.is_home = true;
     }
 
     /// The page that is mapped here was taken.
     pub(super) fn set_taken(&mut self, taken: u64) {
-        if let Mapping::Page(part) = &mut self.mapping {
-            part.is_home = false;
-        }
-        self.taken = taken;
+        (self.is_home, self.taken) = (false, taken);
     }
 
     /// Whether the page was taken from here before the take of that number.
     pub(super) fn was_taken_before(&self, number: u64) -> bool {
         self.taken < number
+    }
+}
+
+/// In how many slots of each chunk of a range something is mapped. Chunks are smaller than most windows, and much fewer
+/// than slots.
+#[derive(Debug, Default)]
+pub(super) struct MappedByChunk {
+    counts: Vec<u8>,
+}
+
+impl MappedByChunk {
+    /// The slots of a chunk.
+    pub(super) const SLOTS: u32 = 16;
+
+    /// The chunk of a slot.
+    pub(super) fn chunk_of(index: u32) -> u32 {
+        index / Self::SLOTS
+    }
+
+    /// What is mapped in a slot changed.
+    pub(super) fn note(&mut self, index: u32, before: &SlotState, after: &SlotState) {
+        let chunk = Self::chunk_of(index) as usize;
+        if self.counts.len() <= chunk {
+            self.counts.resize(chunk + 1, 0);
+        }
+        let count = &mut self.counts[chunk];
+        *count = *count + u8::from(before.is_unmapped()) - u8::from(after.is_unmapped());
+    }
+
+    /// In how many slots of a chunk nothing is mapped.
+    pub(super) fn unmapped(&self, chunk: u32) -> u32 {
+        Self::SLOTS - self.counts.get(chunk as usize).map_or(0, |&mapped| u32::from(mapped))
     }
 }
 
@@ -107,7 +175,7 @@ impl PassedTakes {
     pub(super) fn has_passed(self, slot: &SlotState) -> bool {
         #[cfg(test)]
         if super::defect::Defect::UnmapsTooEarly.is_on() {
-            return slot.own_page().is_none();
+            return matches!(slot.mapping(), Mapping::Page(part) if !part.is_home);
         }
         (1..=self.0).contains(&slot.taken)
     }

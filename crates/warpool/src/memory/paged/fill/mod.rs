@@ -189,7 +189,7 @@ impl Fill<'_> {
         let passed = self.table.passed_takes(window.range);
         for slot in self.slots(window) {
             let state = self.table.slot(slot);
-            if let Mapping::Page(part) = state.mapping
+            if let Mapping::Page(part) = state.mapping()
                 && !part.is_home
                 && passed.has_passed(&state)
             {

@@ -2,72 +2,62 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ops::Range;
 
 use super::Wanted;
-use super::costs::{index, used_slots};
+use super::costs::index;
 use crate::memory::paged::heap::FreeRun;
-use crate::memory::paged::slot::{Mapping, SlotState};
+use crate::memory::paged::page_sizes::PageSizes;
+use crate::memory::paged::slot::{MappedByChunk, Slot};
 
 /// Driver calls, pages, and an address: no window of a run has less, in this order.
 pub(super) type Least = (u32, u32, u64);
+
+/// So many runs are looked at before more is found out about the others. In tests there are few.
+const LOOKED_AT_FIRST: usize = if cfg!(test) { 1 } else { 2 };
 
 /// The runs that are still to be looked at.
 pub(super) struct Bounds<'a> {
     wanted: Wanted<'a>,
     /// What each needs at least, and its position among all runs.
     left: BinaryHeap<Reverse<(Least, usize)>>,
-    /// Whether anything is known of them.
-    are_known: bool,
+    looked_at: usize,
 }
 
 impl<'a> Bounds<'a> {
     pub(super) fn new(wanted: Wanted<'a>) -> Self {
         let least = |run: &FreeRun| (0, least_pages(wanted, run), run.start);
-        let left = wanted.runs.iter().map(least).zip(0..).map(Reverse).collect();
-        Self { wanted, left, are_known: true }
+        Self { wanted, left: wanted.runs.iter().map(least).zip(0..).map(Reverse).collect(), looked_at: 0 }
     }
 
     /// Nothing is known of the runs: all are looked at.
     pub(super) fn unknown(wanted: Wanted<'a>) -> Self {
         let left = (0..wanted.runs.len()).map(|position| Reverse(((0, 0, 0), position))).collect();
-        Self { wanted, left, are_known: false }
+        Self { wanted, left, looked_at: 0 }
     }
 
     /// The run that could be the best of those that are left, if it could have a window that needs less than the best
     /// so far.
     pub(super) fn next_below(&mut self, best: Option<Least>) -> Option<&'a FreeRun> {
-        while let Some(Reverse((least, position))) = self.left.pop() {
-            let run = self.wanted.runs.get(position);
-            let Some(best) = best.filter(|_| self.are_known) else { return Some(run) };
-            if least >= best {
-                return None;
-            }
-            let (_, pages, start) = least;
-            if (self.least_calls(run, pages), pages, start) < best {
-                return Some(run);
-            }
+        if self.looked_at == LOOKED_AT_FIRST && best.is_none_or(|(calls, ..)| calls > 0) {
+            self.raise();
         }
-        None
+        self.looked_at += 1;
+        let Reverse((least, position)) = self.left.pop()?;
+        best.is_none_or(|best| least < best).then(|| self.wanted.runs.get(position))
     }
 
-    /// How many driver calls windows of a run need at least: every page that they need is mapped, unless it is one that
-    /// may be taken back.
-    fn least_calls(&self, run: &FreeRun, pages: u32) -> u32 {
-        let Wanted { table, runs, takeable, .. } = self.wanted;
-        let (slots, base) = (table.slots(run.range), table.range(run.range).base);
-        let is_takeable =
-            |state: &SlotState| matches!(state.mapping, Mapping::Page(part) if takeable.contains(part.page));
-        let mut needed = pages;
-        for hole in runs.holes_of(run) {
-            let [first, behind] = [hole.start, hole.end].map(|addr| index(base, table.slot_bytes, addr));
-            let takeable: u32 =
-                used_slots(slots, first, behind).iter().map(|state| u32::from(is_takeable(state))).sum();
-            needed = needed.saturating_sub(takeable);
-            if needed == 0 {
-                break;
-            }
-        }
-        needed
+    /// Finds out how many driver calls windows of the runs need at least.
+    fn raise(&mut self) {
+        let Wanted { table, runs, .. } = self.wanted;
+        let chunks = Chunks::new(self.wanted);
+        let raised = |Reverse(((_, pages, start), position)): Reverse<(Least, usize)>| {
+            let run = runs.get(position);
+            let base = table.range(run.range).base;
+            let [first, last] = [run.start, run.end - 1].map(|addr| index(base, table.slot_bytes, addr));
+            Reverse(((chunks.least_calls(run.range, first, last, pages), pages, start), position))
+        };
+        self.left = self.left.drain().map(raised).collect();
     }
 }
 
@@ -76,4 +66,98 @@ fn least_pages(wanted: Wanted<'_>, run: &FreeRun) -> u32 {
     let holes: u64 = wanted.runs.holes_of(run).iter().map(|hole| hole.end - hole.start).sum();
     let in_holes = wanted.bytes.saturating_sub(run.end - run.start - holes);
     u32::try_from(in_holes.div_ceil(wanted.table.slot_bytes)).unwrap_or(u32::MAX)
+}
+
+/// What is mapped in the chunks of the ranges that have runs.
+struct Chunks {
+    /// The chunks of each range. Of those without runs: the last one.
+    of_range: Vec<Range<u32>>,
+    all: Vec<Chunk>,
+    /// A window has slots of no more chunks.
+    in_window: usize,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Chunk {
+    /// Slots of pages that are still mapped, may be taken back, and begin in this chunk.
+    takeable: u32,
+    /// Slots in which nothing is mapped.
+    unmapped: u32,
+}
+
+impl Chunks {
+    fn new(wanted: Wanted<'_>) -> Self {
+        let Wanted { table, runs, bytes, unit, takeable, .. } = wanted;
+        // A window may begin within a slot, and be up to a unit longer on either side; its first page may begin before.
+        let slots = bytes.div_ceil(table.slot_bytes) + u64::from(2 * unit + PageSizes::SLOTS_MAX);
+        let in_window = slots.div_ceil(u64::from(MappedByChunk::SLOTS)) as u32 + 1;
+        let (mut of_range, mut all) = (vec![0..0; table.range_count()], Vec::new());
+        for run in runs.iter() {
+            let of_range = &mut of_range[run.range as usize];
+            if of_range.end == 0 {
+                // And a window behind the last slot that was ever used.
+                let count = MappedByChunk::chunk_of(table.slots_used(run.range)) + 1 + in_window;
+                let start = all.len() as u32;
+                let unmapped = (0..count).map(|chunk| table.unmapped_in(run.range, chunk));
+                all.extend(unmapped.map(|unmapped| Chunk { takeable: 0, unmapped }));
+                *of_range = start..all.len() as u32;
+            }
+        }
+        let last = all.len() as u32;
+        all.push(Chunk::default());
+        of_range.iter_mut().filter(|of_range| of_range.end == 0).for_each(|of_range| *of_range = last..last);
+        let mut this = Self { of_range, all, in_window: in_window as usize };
+        takeable.for_each(|page| {
+            let page = table.page(page);
+            for &slot in &page.mapped {
+                this.at(slot).takeable += page.slots;
+            }
+            if let Some(home) = page.home {
+                // It is in no hole there.
+                this.at(home).takeable -= page.slots;
+            }
+        });
+        this
+    }
+
+    /// The chunk of a slot; the last one if it is in another range.
+    #[inline]
+    fn at(&mut self, Slot { range, index }: Slot) -> &mut Chunk {
+        let last = self.all.len() - 1;
+        let chunk = self.of_range[range as usize].start + MappedByChunk::chunk_of(index);
+        &mut self.all[last.min(chunk as usize)]
+    }
+
+    /// No window between these slots of a range that needs so many pages needs fewer calls.
+    fn least_calls(&self, range: u32, first: u32, last: u32, pages: u32) -> u32 {
+        let of_range = self.of_range[range as usize].clone();
+        let chunks = &self.all[of_range.start as usize..of_range.end as usize];
+        let [first, last] = [first, last].map(|index| MappedByChunk::chunk_of(index) as usize);
+        let chunks = chunks.get(first..chunks.len().min(last + 1)).unwrap_or_default();
+        let (begin, rest) = chunks.split_at(chunks.len().min(self.in_window));
+        let mut sum = begin.iter().copied().fold(Chunk::default(), Chunk::with);
+        let mut least = sum.least_calls(pages);
+        for (&first, &next) in chunks.iter().zip(rest) {
+            sum = sum.with(next).without(first);
+            least = least.min(sum.least_calls(pages));
+        }
+        least
+    }
+}
+
+impl Chunk {
+    fn with(self, other: Self) -> Self {
+        Self { takeable: self.takeable + other.takeable, unmapped: self.unmapped + other.unmapped }
+    }
+
+    fn without(self, other: Self) -> Self {
+        Self { takeable: self.takeable - other.takeable, unmapped: self.unmapped - other.unmapped }
+    }
+
+    /// With its slots at best: a page that is taken back needs no call, one where nothing is mapped has to be mapped,
+    /// and elsewhere another mapping has to be undone first.
+    fn least_calls(self, pages: u32) -> u32 {
+        let mapped = pages.saturating_sub(self.takeable);
+        mapped + mapped.saturating_sub(self.unmapped)
+    }
 }

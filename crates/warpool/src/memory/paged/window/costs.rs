@@ -1,5 +1,6 @@
 //! What the windows of one run cost: pages and driver calls.
 
+use super::scratch::Scratch;
 use super::{Wanted, Window};
 use crate::memory::paged::heap::{FreeRun, Hole};
 use crate::memory::paged::page_set::PageSet;
@@ -29,7 +30,7 @@ struct HoleSlots {
 }
 
 /// A slot that costs something else than the one before, or that the run begins with or ends before.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Edge {
     index: u32,
     /// Whether it costs more. What is behind the run costs more than all, and so does what is before it.
@@ -41,8 +42,8 @@ struct Edge {
 pub(super) struct Sums {
     holes: Vec<HoleSlots>,
     /// The cost of all slots in holes before each; at last of all.
-    before: Vec<Cost>,
-    edges: Vec<Edge>,
+    before: Scratch<Cost>,
+    edges: Scratch<Edge>,
 }
 
 impl Sums {
@@ -62,22 +63,25 @@ impl Sums {
     }
 
     /// Adds slots of a hole, the first of which is an edge already. Returns the cost of the last. Thousands in a
-    /// search: nothing else is in this function that needs registers.
+    /// search: nothing else is in this function that needs registers, and there is no branch on what a slot costs,
+    /// which cannot be predicted.
     #[inline(never)]
     fn add_used(&mut self, first: u32, slots: &[SlotState], takeable: &PageSet, passed: PassedTakes) -> Option<Cost> {
         let cost = |state: &SlotState| cost(state, takeable, passed).0;
-        let (start, mut sum) = (self.before.len(), self.before.last()?.0);
-        let mut previous = cost(slots.first()?);
-        self.before.resize(start + slots.len(), Cost::default());
-        for ((state, before), index) in slots.iter().zip(&mut self.before[start..]).zip(first..) {
+        let (mut sum, mut previous) = (self.before.last()?.0, cost(slots.first()?));
+        let (sums, edges) = (self.before.room(slots.len()), self.edges.room(slots.len()));
+        let mut edge = 0;
+        for ((state, before), index) in slots.iter().zip(sums).zip(first..) {
             let cost = cost(state);
-            if cost != previous {
-                self.edges.push(Edge { index, rises: cost > previous });
-                previous = cost;
-            }
+            // Written in any case: if it is no edge, the next one takes its place.
+            edges[edge] = Edge { index, rises: cost > previous };
+            edge += usize::from(cost != previous);
+            previous = cost;
             sum += cost;
             *before = Cost(sum);
         }
+        self.before.grow(slots.len());
+        self.edges.grow(edge);
         Some(Cost(previous))
     }
 
@@ -87,7 +91,9 @@ impl Sums {
         if let Some(Cost(last)) = last_used.filter(|&Cost(last)| first < end && last != each) {
             self.add_edge(first, each > last);
         }
-        self.before.extend((1..=u64::from(end - first)).map(|slots| Cost(sum + slots * each)));
+        let slots = (end - first) as usize;
+        (1..).zip(self.before.room(slots)).for_each(|(slots, before)| *before = Cost(sum + slots * each));
+        self.before.grow(slots);
     }
 }
 
@@ -197,7 +203,7 @@ impl<'a> Costs<'a> {
         let (begins, ends) = (boundaries(start, end - bytes), boundaries(start + bytes, end));
         // What comes before was considered: to begin there, and to end there.
         let mut considered = [0; 2];
-        for edge in &self.sums.edges {
+        for edge in self.sums.edges.iter() {
             for boundary in [self.unit_at(edge.index), self.unit_at(edge.index + self.unit - 1)] {
                 let considered = &mut considered[usize::from(edge.rises)];
                 if boundary < *considered {
@@ -266,7 +272,7 @@ impl<'a> Costs<'a> {
     /// How many slots of a window no other block shares, nor a page of which one has a part.
     pub(super) fn whole_slots(&self, fit: &Fit) -> u32 {
         let part_of = |index: u32| {
-            let Mapping::Page(part) = self.slots.get(index as usize)?.mapping else { return None };
+            let Mapping::Page(part) = self.slots.get(index as usize)?.mapping() else { return None };
             part.is_home.then(|| (u32::from(part.part), u32::from(part.slots - part.part)))
         };
         let (mut first, mut behind) = (self.index(self.run.start + self.slot - 1), self.index(self.run.end));
@@ -283,7 +289,7 @@ impl<'a> Costs<'a> {
     pub(super) fn cuts_page(&self, fit: &Fit) -> bool {
         let part_of = |index: u32| {
             let state = self.slots.get(index as usize)?;
-            let Mapping::Page(PagePart { part, slots, is_home, .. }) = state.mapping else { return None };
+            let Mapping::Page(PagePart { part, slots, is_home, .. }) = state.mapping() else { return None };
             let stays = !is_home && !self.passed.has_passed(state);
             stays.then_some((part, slots))
         };
@@ -302,14 +308,12 @@ pub(super) fn index(base: u64, slot: u64, addr: u64) -> u32 {
     u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots")
 }
 
-/// The cost of a slot in a hole.
+/// The cost of a slot in a hole. From a table, since which it is cannot be predicted.
 #[inline(always)]
 fn cost(state: &SlotState, takeable: &PageSet, passed: PassedTakes) -> Cost {
-    let undone = if passed.has_passed(state) { Cost::calls(2) } else { Cost::BLOCKED };
-    match state.mapping {
-        Mapping::Nothing => Cost::calls(1),
-        Mapping::Page(part) if takeable.contains(part.page) => Cost::calls(0),
-        Mapping::Page(_) => undone,
-        Mapping::Broken => Cost::BLOCKED,
-    }
+    const BLOCKED_OR: [Cost; 2] = [Cost::BLOCKED, Cost::calls(2)];
+    const FREE: Cost = Cost::calls(0);
+    const COSTS: [Cost; 8] = [BLOCKED_OR[0], BLOCKED_OR[1], Cost::calls(1), Cost::calls(1), FREE, FREE, FREE, FREE];
+    let bits = [state.has_one_of(takeable), state.is_unmapped().into(), passed.has_passed(state).into()];
+    COSTS[(bits[0] << 2 | bits[1] << 1 | bits[2]) as usize % COSTS.len()]
 }

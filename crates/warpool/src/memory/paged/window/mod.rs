@@ -12,6 +12,7 @@
 
 mod bounds;
 mod costs;
+mod scratch;
 
 use self::bounds::{Bounds, Least};
 use self::costs::{Costs, Sums};
