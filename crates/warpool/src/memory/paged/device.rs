@@ -113,7 +113,7 @@ pub(super) struct PagedDevice {
 impl PagedDevice {
     pub(super) fn new(shared: &Arc<Shared>, device: &Device, settings: &Settings) -> Self {
         let properties = device.properties();
-        let slot = properties.granularity.max(super::SLOT_MIN).next_multiple_of(properties.granularity.max(1));
+        let slot_bytes = properties.granularity.max(super::SLOT_MIN);
         Self {
             shared: Arc::clone(shared),
             id: device.id(),
@@ -124,7 +124,7 @@ impl PagedDevice {
             heaps: Heaps::new(),
             by_key: RwLock::default(),
             space: AddressSpace::new(properties.bytes_total),
-            pages: Mutex::new(PageTable::new(slot)),
+            pages: Mutex::new(PageTable::new(slot_bytes)),
             search: Mutex::default(),
             pools: Mutex::new(Pools::new(device.id())),
             removed: Mutex::default(),

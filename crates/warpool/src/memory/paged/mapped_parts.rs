@@ -15,12 +15,11 @@ impl PagedAllocator {
         let (device, allocation) = self.locate(ptr)?;
         let table = lock(&device.pages);
         let Some(range) = table.range_with(ptr.0) else { return Ok(Vec::new()) };
-        let base = table.range(range).base;
-        let (mut index, end) = ((ptr.0 - base) / table.slot_bytes, ptr.0 + allocation.bytes);
+        let (mut slot, end) = (Slot { range, index: table.slot_index(range, ptr.0) }, ptr.0 + allocation.bytes);
         let mut parts = Vec::new();
-        while base + index * table.slot_bytes < end {
-            let part = part(&table, range, index).ok_or(Error::UnknownPointer { ptr })?;
-            index = (part.ptr.0 + part.bytes - base) / table.slot_bytes;
+        while table.addr(slot) < end {
+            let part = part(&table, slot).ok_or(Error::UnknownPointer { ptr })?;
+            slot.index = table.slot_index(range, part.ptr.0 + part.bytes);
             parts.push(part);
         }
         Ok(parts)
@@ -28,8 +27,8 @@ impl PagedAllocator {
 }
 
 /// The page that belongs to a slot.
-fn part(table: &PageTable, range: u32, index: u64) -> Option<MappedPart> {
-    let page = table.own_page(Slot { range, index: u32::try_from(index).ok()? })?;
+fn part(table: &PageTable, slot: Slot) -> Option<MappedPart> {
+    let page = table.own_page(slot)?;
     let physical = table.page(page).physical;
     let home = table.page(page).home?;
     Some(MappedPart { ptr: DevicePtr(table.addr(home)), bytes: table.page_bytes(page), physical })

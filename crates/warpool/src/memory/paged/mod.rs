@@ -133,10 +133,14 @@ impl PageStats {
 
 impl PagedAllocator {
     /// An allocator for all devices of `instance`. Makes no driver call. [`Error::Unsupported`] if a device has no
-    /// virtual memory management.
+    /// virtual memory management, or a granularity that is no power of two.
     pub fn new(instance: &Instance, settings: Settings) -> Result<Self> {
         if instance.devices().any(|device| !device.properties().virtual_memory) {
             return Err(Error::Unsupported { allocator: "paged", what: "devices without virtual memory management" });
+        }
+        if instance.devices().any(|device| !device.properties().granularity.is_power_of_two()) {
+            // No driver is known to have one. Slots have such a size, so that an address is divided by shifting it.
+            return Err(Error::Unsupported { allocator: "paged", what: "a granularity that is no power of two" });
         }
         let shared = Arc::new(Shared {
             instance: instance.clone(),

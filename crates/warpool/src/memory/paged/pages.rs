@@ -20,7 +20,9 @@ use crate::PooledEvent;
 use crate::memory::{SegmentKind, Stat, StatByKind};
 
 pub(super) use super::page_set::PageId;
-pub(super) use super::slot::{FIRST_PAGE, MappedByChunk, Mapping, PagePart, PassedTakes, Slot, SlotRange, SlotState};
+pub(super) use super::slot::{
+    FIRST_PAGE, MappedByChunk, Mapping, PagePart, PassedTakes, Slot, SlotRange, SlotState, index_of,
+};
 
 #[derive(Debug)]
 pub(super) struct Page {
@@ -78,7 +80,7 @@ impl Takes {
 /// All pages of a device.
 #[derive(Debug)]
 pub(super) struct PageTable {
-    /// The size of a slot.
+    /// The size of a slot: a power of two.
     pub(super) slot_bytes: u64,
     pub(super) page_sizes: PageSizes,
     /// By number; the first [`FIRST_PAGE`] are none.
@@ -137,6 +139,7 @@ impl Page {
 
 impl PageTable {
     pub(super) fn new(slot_bytes: u64) -> Self {
+        assert!(slot_bytes.is_power_of_two(), "a slot of {slot_bytes} bytes");
         Self {
             slot_bytes,
             page_sizes: PageSizes::default(),
@@ -218,6 +221,12 @@ impl PageTable {
         self.range(slot.range).base + u64::from(slot.index) * self.slot_bytes
     }
 
+    /// The number of the slot of an address in a range.
+    #[inline]
+    pub(super) fn slot_index(&self, range: u32, addr: u64) -> u32 {
+        index_of(addr, self.range(range).base, self.slot_bytes)
+    }
+
     pub(super) fn mapping(&self, slot: Slot) -> Mapping {
         self.slot(slot).mapping()
     }
@@ -236,9 +245,8 @@ impl PageTable {
         u32::try_from(self.range(range).slots.len()).expect("fewer than 2^32 slots")
     }
 
-    /// In how many slots of a chunk of a range nothing is mapped.
-    pub(super) fn unmapped_in(&self, range: u32, chunk: u32) -> u32 {
-        self.range(range).mapped.unmapped(chunk)
+    pub(super) fn mapped_by_chunk(&self, range: u32) -> &MappedByChunk {
+        &self.range(range).mapped
     }
 
     /// The page that belongs to this slot.
@@ -471,11 +479,9 @@ impl PageTable {
     /// The slots that are wholly in one block of a heap.
     pub(super) fn whole_slots_in(&self, heap: &Heap, block: u32) -> SlotRange {
         let range = heap.range_of(block);
-        let (base, slot, block) = (self.range(range).base, self.slot_bytes, heap.block(block));
-        let index = |offset: u64| u32::try_from(offset / slot).expect("fewer than 2^32 slots");
-        let start = block.addr() - base;
-        let (first, behind) = (index(start + slot - 1), index(start + block.bytes()));
-        SlotRange { start: Slot { range, index: first }, behind }
+        let block = heap.block(block);
+        let first = self.slot_index(range, block.addr() + self.slot_bytes - 1);
+        SlotRange { start: Slot { range, index: first }, behind: self.slot_index(range, block.addr() + block.bytes()) }
     }
 
     /// The pages that are wholly in one block of a heap, by address.
@@ -652,16 +658,14 @@ impl PageTable {
     /// # Panics
     /// If they do not.
     pub(super) fn check_heap(&self, number: u32, heap: &Heap) -> u64 {
-        let slot = self.slot_bytes;
         for kind in [SegmentKind::Small, SegmentKind::Large] {
             for (id, block) in heap.ranges(kind).flatten().filter(|&(id, _)| !heap.is_in_segment(id)) {
                 let range = heap.range_of(id);
-                let base = self.range(range).base;
                 let is_hole = block.state() == State::Hole;
-                let (first, last) = ((block.addr() - base) / slot, (block.addr() + block.bytes() - 1 - base) / slot);
+                let [first, last] =
+                    [block.addr(), block.addr() + block.bytes() - 1].map(|addr| self.slot_index(range, addr));
                 // Behind the last slot that was ever used there is nothing to look at.
-                for index in first..=last.min(u64::from(self.slots_used(range))) {
-                    let index = u32::try_from(index).expect("fewer than 2^32 slots");
+                for index in first..=last.min(self.slots_used(range)) {
                     let has_page = self.own_page(Slot { range, index }).is_some();
                     assert_eq!(has_page, !is_hole, "slot {index} of {block:?}");
                 }
@@ -691,13 +695,9 @@ impl PageTable {
             }
         }
         for map in &self.ranges {
-            for (chunk, slots) in (0..).zip(map.slots.chunks(MappedByChunk::SLOTS as usize)) {
+            for (slots, unmapped) in map.slots.chunks(MappedByChunk::SLOTS as usize).zip(map.mapped.unmapped()) {
                 let mapped = slots.iter().filter(|state| !state.is_unmapped()).count();
-                assert_eq!(
-                    MappedByChunk::SLOTS as usize - mapped,
-                    map.mapped.unmapped(chunk) as usize,
-                    "chunk {chunk}"
-                );
+                assert_eq!(MappedByChunk::SLOTS as usize - mapped, unmapped as usize, "unmapped slots of {slots:?}");
             }
         }
         let segments: u64 = self.ranges.iter().filter(|map| map.segment.is_some()).map(|map| map.bytes).sum();

@@ -9,6 +9,13 @@ pub(super) struct Slot {
     pub(super) index: u32,
 }
 
+/// The number of the slot of an address, in a range that begins at `base`. The size of a slot is a power of two: a
+/// division takes as long as ten shifts, and thousands are needed.
+#[inline]
+pub(super) fn index_of(addr: u64, base: u64, slot_bytes: u64) -> u32 {
+    u32::try_from((addr - base) >> slot_bytes.trailing_zeros()).expect("fewer than 2^32 slots")
+}
+
 /// Neighbouring slots.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SlotRange {
@@ -159,9 +166,10 @@ impl MappedByChunk {
         *count = *count + u8::from(before.is_unmapped()) - u8::from(after.is_unmapped());
     }
 
-    /// In how many slots of a chunk nothing is mapped.
-    pub(super) fn unmapped(&self, chunk: u32) -> u32 {
-        Self::SLOTS - self.counts.get(chunk as usize).map_or(0, |&mapped| u32::from(mapped))
+    /// In how many slots of each chunk nothing is mapped, for ever.
+    pub(super) fn unmapped(&self) -> impl Iterator<Item = u32> {
+        let behind = std::iter::repeat(Self::SLOTS);
+        self.counts.iter().map(|&mapped| Self::SLOTS - u32::from(mapped)).chain(behind)
     }
 }
 

@@ -222,8 +222,7 @@ impl Fill<'_> {
     }
 
     pub(super) fn slots(&self, window: Window) -> impl Iterator<Item = Slot> + use<> {
-        let (base, slot) = (self.table.range(window.range).base, self.table.slot_bytes);
-        let index = |addr: u64| u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots");
+        let index = |addr: u64| self.table.slot_index(window.range, addr);
         (index(window.start)..=index(window.end - 1)).map(move |index| Slot { range: window.range, index })
     }
 

@@ -5,7 +5,6 @@ use std::collections::BinaryHeap;
 use std::ops::Range;
 
 use super::Wanted;
-use super::costs::index;
 use crate::memory::paged::heap::FreeRun;
 use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::slot::{MappedByChunk, Slot};
@@ -53,8 +52,7 @@ impl<'a> Bounds<'a> {
         let chunks = Chunks::new(self.wanted);
         let raised = |Reverse(((_, pages, start), position)): Reverse<(Least, usize)>| {
             let run = runs.get(position);
-            let base = table.range(run.range).base;
-            let [first, last] = [run.start, run.end - 1].map(|addr| index(base, table.slot_bytes, addr));
+            let [first, last] = [run.start, run.end - 1].map(|addr| table.slot_index(run.range, addr));
             Reverse(((chunks.least_calls(run.range, first, last, pages), pages, start), position))
         };
         self.left = self.left.drain().map(raised).collect();
@@ -98,7 +96,7 @@ impl Chunks {
                 // And a window behind the last slot that was ever used.
                 let count = MappedByChunk::chunk_of(table.slots_used(run.range)) + 1 + in_window;
                 let start = all.len() as u32;
-                let unmapped = (0..count).map(|chunk| table.unmapped_in(run.range, chunk));
+                let unmapped = table.mapped_by_chunk(run.range).unmapped().take(count as usize);
                 all.extend(unmapped.map(|unmapped| Chunk { takeable: 0, unmapped }));
                 *of_range = start..all.len() as u32;
             }

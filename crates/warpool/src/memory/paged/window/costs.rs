@@ -4,7 +4,7 @@ use super::scratch::Scratch;
 use super::{Wanted, Window};
 use crate::memory::paged::heap::{FreeRun, Hole};
 use crate::memory::paged::page_set::PageSet;
-use crate::memory::paged::slot::{Mapping, PagePart, PassedTakes, SlotState};
+use crate::memory::paged::slot::{Mapping, PagePart, PassedTakes, SlotState, index_of};
 
 /// What must be done to use slots in holes, beside getting a page for each. In one word, since thousands are added up:
 /// driver calls (mappings that are made, and old ones that are undone for them; each costs about as much), and above
@@ -125,7 +125,7 @@ pub(super) struct Fit {
 }
 
 /// Sums over the slots of a run, so that the cost of a window is a difference. Slots are numbered from the start of the
-/// range, and holes and candidates given by them: divisions by a slot's size took most of the time.
+/// range, and holes and candidates given by them.
 pub(super) struct Costs<'a> {
     slots: &'a [SlotState],
     passed: PassedTakes,
@@ -151,7 +151,7 @@ impl<'a> Costs<'a> {
         let looked_at = (used.max(run.start) + bytes + slot - base).next_multiple_of(u64::from(unit) * slot);
         let end = run.end.min(looked_at + base);
         let (slots, passed) = (table.slots(run.range), table.passed_takes(run.range));
-        let behind = index(base, slot, end);
+        let behind = index_of(end, base, slot);
         let costs = Self { slots, passed, run, bytes, slot, unit, base, end, behind, sums };
         costs.sum(runs.holes_of(run), takeable)
     }
@@ -161,7 +161,7 @@ impl<'a> Costs<'a> {
         let (start, stop) = (self.run.start, self.index(self.end - 1) + 1);
         self.sums.clear();
         if holes.first().is_none_or(|hole| start < hole.start) {
-            self.sums.add_edge(index(self.base, self.slot, start), false);
+            self.sums.add_edge(self.index(start), false);
         }
         for hole in holes.iter().take_while(|hole| hole.start < self.end) {
             let (first, behind) = (self.index(hole.start), self.index(hole.end));
@@ -180,7 +180,7 @@ impl<'a> Costs<'a> {
     }
 
     fn index(&self, addr: u64) -> u32 {
-        index(self.base, self.slot, addr)
+        index_of(addr, self.base, self.slot)
     }
 
     /// The first slot of the unit that a slot is in.
@@ -299,13 +299,8 @@ impl<'a> Costs<'a> {
 }
 
 /// Those of the slots from `first` up to `behind` that were ever used.
-pub(super) fn used_slots(slots: &[SlotState], first: u32, behind: u32) -> &[SlotState] {
+fn used_slots(slots: &[SlotState], first: u32, behind: u32) -> &[SlotState] {
     slots.get(first as usize..slots.len().min(behind as usize)).unwrap_or_default()
-}
-
-/// The slot of an address.
-pub(super) fn index(base: u64, slot: u64, addr: u64) -> u32 {
-    u32::try_from((addr - base) / slot).expect("fewer than 2^32 slots")
 }
 
 /// The cost of a slot in a hole. From a table, since which it is cannot be predicted.
