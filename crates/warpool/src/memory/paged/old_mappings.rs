@@ -61,7 +61,8 @@ pub(super) fn record_takes(
     }
     let Some(streams) = users_of(device, heap) else { return Ok(bystanders) };
     let owner = PendingFrees::new(device, details);
-    let mut events = Vec::new();
+    let others: Vec<StreamId> = device.streams().into_iter().filter(|stream| !streams.contains(stream)).collect();
+    let mut events = Vec::with_capacity(streams.len() + others.len());
     for &stream in &streams {
         match stream_fence::record(&owner, stream)? {
             Recorded::Fenced(event) => events.push(event),
@@ -69,7 +70,8 @@ pub(super) fn record_takes(
             Recorded::CaptureActive => return Ok(bystanders),
         }
     }
-    for stream in device.streams().into_iter().filter(|stream| !streams.contains(stream)) {
+    bystanders.reserve(others.len());
+    for stream in others {
         if let Some(event) = stream_fence::record_bystander(&owner, stream)? {
             bystanders.push((stream, event.id()));
             events.push(event);

@@ -39,7 +39,8 @@ impl Supply {
             }
         }
         let slots_needed = gaps.iter().map(|gap| gap.slots).sum();
-        Self { gaps, pages: Vec::new(), created: Vec::new(), slots_needed }
+        let pages = Vec::with_capacity(slots_needed as usize);
+        Self { gaps, pages, created: Vec::new(), slots_needed }
     }
 
     /// How many slots the next page may have; 0 if none is needed.

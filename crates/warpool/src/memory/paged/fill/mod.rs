@@ -221,9 +221,9 @@ impl Fill<'_> {
         pieces
     }
 
-    pub(super) fn slots(&self, window: Window) -> impl Iterator<Item = Slot> + use<> {
+    pub(super) fn slots(&self, window: Window) -> impl ExactSizeIterator<Item = Slot> + use<> {
         let index = |addr: u64| self.table.slot_index(window.range, addr);
-        (index(window.start)..=index(window.end - 1)).map(move |index| Slot { range: window.range, index })
+        (index(window.start)..index(window.end - 1) + 1).map(move |index| Slot { range: window.range, index })
     }
 
     /// Puts pages behind every slot of the window.

@@ -36,9 +36,10 @@ impl Fill<'_> {
         if old.is_empty() {
             return Ok(());
         }
-        let mut taken: PageSet =
-            old.iter().map(|&(_, page)| page).filter(|&page| self.table.take_spare_page(page)).collect();
-        let mut wanted: Vec<InHeap> = old.iter().filter_map(|&(_, page)| self.place_of(page)).collect();
+        let mut taken = PageSet::for_pages(self.table.pages_end());
+        taken.extend(old.iter().map(|&(_, page)| page).filter(|&page| self.table.take_spare_page(page)));
+        let mut wanted = Vec::with_capacity(old.len());
+        wanted.extend(old.iter().filter_map(|&(_, page)| self.place_of(page)));
         wanted.sort_unstable();
         wanted.dedup();
         let mut outcome = Ok(());
@@ -77,7 +78,10 @@ impl Fill<'_> {
             }
             _ => None,
         };
-        self.slots(window).filter_map(old).collect()
+        let slots = self.slots(window);
+        let mut found = Vec::with_capacity(slots.len());
+        found.extend(slots.filter_map(old));
+        found
     }
 
     /// Where a page belongs; `None` if nowhere.

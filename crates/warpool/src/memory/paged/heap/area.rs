@@ -338,6 +338,7 @@ impl Area {
         let is_free = |id: u32| matches!(blocks.get(id).state, State::Free | State::Hole);
         let (mut runs, mut seen) = (FreeRuns::default(), 0);
         runs.holes.reserve(self.holes.len());
+        runs.runs.reserve(self.holes.len());
         for (&addr, &hole) in &self.holes {
             if addr < seen {
                 continue;

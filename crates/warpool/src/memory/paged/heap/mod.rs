@@ -344,7 +344,7 @@ impl Heap {
 
     /// The free blocks that may contain whole pages, smallest first.
     pub(super) fn blocks_with_pages(&self, slot: u64) -> Vec<u32> {
-        let mut blocks = Vec::new();
+        let mut blocks = Vec::with_capacity(64);
         self.free_blocks_from(slot, |id| blocks.push((self.blocks.get(id).bytes, self.blocks.get(id).addr, id)));
         blocks.sort_unstable();
         blocks.into_iter().map(|(_, _, id)| id).collect()

@@ -96,6 +96,7 @@ impl Chunks {
                 // And a window behind the last slot that was ever used.
                 let count = MappedByChunk::chunk_of(table.slots_used(run.range)) + 1 + in_window;
                 let start = all.len() as u32;
+                all.reserve(count as usize + 1);
                 let unmapped = table.mapped_by_chunk(run.range).unmapped().take(count as usize);
                 all.extend(unmapped.map(|unmapped| Chunk { takeable: 0, unmapped }));
                 *of_range = start..all.len() as u32;
