@@ -66,15 +66,19 @@ impl Spin {
     }
 }
 
-/// Spins, then yields, then sleeps, until `done` returns `true`.
+/// Spins, then yields, then sleeps, until `done` returns `true`. It looks less and less often: as long as a thread
+/// looks at a lock, the one that holds it has to fetch its memory again for every step.
 pub(super) fn wait_until(mut done: impl FnMut() -> bool) {
-    const SPINS: u32 = 200;
+    const SPINS: u32 = 12;
     const YIELDS: u32 = 50;
-    let mut attempt = 0;
+    /// A pause is about 50 ns. In models of threads each is a step.
+    const PAUSES_MAX: u32 = if cfg!(test) { 1 } else { 64 };
+    let (mut attempt, mut pauses) = (0, 1);
     while !done() {
         attempt += 1;
         if attempt < SPINS {
-            spin_loop();
+            (0..pauses).for_each(|_| spin_loop());
+            pauses = PAUSES_MAX.min(pauses * 2);
         } else if attempt < SPINS + YIELDS {
             yield_now();
         } else {
