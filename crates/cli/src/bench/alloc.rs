@@ -266,7 +266,7 @@ impl BenchContext {
         let measurement = self.slowest_of(threads, &|thread| pair(allocator(thread), requests[thread]))?;
         let own = if allocators.len() > 1 { "with an allocator each" } else { "on own streams" };
         let case = format!("{kind}pair of 64 KiB, the slowest of {threads} threads {own}");
-        report.add(Row { baseline: "one thread", ..Row::new(case, measurement) })
+        report.add(Row { baseline: SLOWEST_ALONE, ..Row::new(case, measurement) })
     }
 
     /// What the machine itself makes of so many threads that share nothing: two on one core are slower than one.
@@ -283,10 +283,11 @@ impl BenchContext {
             Ok(())
         })?;
         let case = format!("an uncontended mutex, the slowest of {threads} threads with one each");
-        report.add(Row { baseline: "one thread", ..Row::new(case, measurement) })
+        report.add(Row { baseline: SLOWEST_ALONE, ..Row::new(case, measurement) })
     }
 
-    /// The slowest of so many threads, next to the first of them alone. They stay the same in all rounds, as those of a
+    /// The slowest of so many threads, next to the slowest of them alone, each in its turn: not all cores of a machine
+    /// are equally fast at the same time, least of all virtual ones. They stay the same in all rounds, as those of a
     /// program do. `operation` gets the number of the thread.
     fn slowest_of(
         &self,
@@ -311,7 +312,10 @@ impl BenchContext {
                     }
                 }
             };
-            let round = |_| Measurement { baseline_ns: time(thread == 0), ns: time(true) };
+            let round = |_| {
+                let alone = (0..threads).map(|turn| time(thread == turn)).sum();
+                Measurement { baseline_ns: alone, ns: time(true) }
+            };
             let rounds: Vec<_> = (0..ROUNDS).map(round).collect();
             failed.map_or(Ok(rounds), Err)
         };
@@ -372,6 +376,9 @@ impl BenchContext {
         Ok(allocator.trim(self.device, MemPoolId::DEFAULT).map(drop)?)
     }
 }
+
+/// The baseline of rows of many threads.
+const SLOWEST_ALONE: &str = "one thread, the slowest of them alone";
 
 /// As many threads as the machine runs at once, 16 at most.
 fn threads() -> usize {
