@@ -166,7 +166,7 @@ impl MappedByChunk {
         *count = *count + u8::from(before.is_unmapped()) - u8::from(after.is_unmapped());
     }
 
-    /// In how many slots of each chunk nothing is mapped, for ever.
+    /// In how many slots of each chunk nothing is mapped; behind the last one that was ever used, in all.
     pub(super) fn unmapped(&self) -> impl Iterator<Item = u32> {
         let behind = std::iter::repeat(Self::SLOTS);
         self.counts.iter().map(|&mapped| Self::SLOTS - u32::from(mapped)).chain(behind)
