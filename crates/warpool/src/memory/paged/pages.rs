@@ -131,6 +131,12 @@ pub struct PageTotals {
     pub unmapped: u64,
 }
 
+impl RangeMap {
+    fn new(base: u64, bytes: u64, heap: u32, kind: SegmentKind, segment: Option<SegmentSource>) -> Self {
+        Self { base, bytes, heap, kind, slots: Vec::new(), mapped: MappedByChunk::default(), segment }
+    }
+}
+
 impl Page {
     pub(super) fn is_mapped_at(&self, slot: Slot) -> bool {
         self.mapped.contains(&slot)
@@ -181,15 +187,7 @@ impl PageTable {
     }
 
     pub(super) fn add_range(&mut self, base: u64, bytes: u64, heap: u32, kind: SegmentKind) -> u32 {
-        self.push_range(RangeMap {
-            base,
-            bytes,
-            heap,
-            kind,
-            slots: Vec::new(),
-            mapped: MappedByChunk::default(),
-            segment: None,
-        })
+        self.push_range(RangeMap::new(base, bytes, heap, kind, None))
     }
 
     fn push_range(&mut self, range: RangeMap) -> u32 {
@@ -309,6 +307,8 @@ impl PageTable {
     /// A page was mapped at a slot.
     pub(super) fn set_mapped(&mut self, id: PageId, slot: Slot) {
         let slots = self.page(id).slots;
+        let is_unmapped = |index: u32| self.slot(Slot { index, ..slot }).is_unmapped();
+        debug_assert!((slot.index..slot.index + slots).all(is_unmapped), "something is mapped at {slot:?}");
         self.set_slots(slot, slots, |part| Mapping::Page(PagePart::new(id, part, slots)));
         self.page_mut(id).mapped.push(slot);
         self.totals.mapped += 1;
@@ -579,15 +579,7 @@ impl PageTable {
         self.reserved.increase(kind, bytes);
         self.homes.added(Home { heap, kind, bytes, neighbours: 0 });
         self.homes.segment_allocs += 1;
-        self.push_range(RangeMap {
-            base,
-            bytes,
-            heap,
-            kind,
-            slots: Vec::new(),
-            mapped: MappedByChunk::default(),
-            segment: Some(from),
-        })
+        self.push_range(RangeMap::new(base, bytes, heap, kind, Some(from)))
     }
 
     /// Removes a segment. Returns its source, which is dropped without a lock.

@@ -306,9 +306,10 @@ fn used_slots(slots: &[SlotState], first: u32, behind: u32) -> &[SlotState] {
 /// The cost of a slot in a hole. From a table, since which it is cannot be predicted.
 #[inline(always)]
 fn cost(state: &SlotState, takeable: &PageSet, passed: PassedTakes) -> Cost {
-    const BLOCKED_OR: [Cost; 2] = [Cost::BLOCKED, Cost::calls(2)];
-    const FREE: Cost = Cost::calls(0);
-    const COSTS: [Cost; 8] = [BLOCKED_OR[0], BLOCKED_OR[1], Cost::calls(1), Cost::calls(1), FREE, FREE, FREE, FREE];
+    const MAP: Cost = Cost::calls(1);
+    const UNDO_AND_MAP: Cost = Cost::calls(2);
+    const TAKE_BACK: Cost = Cost::calls(0);
+    const COSTS: [Cost; 8] = [Cost::BLOCKED, UNDO_AND_MAP, MAP, MAP, TAKE_BACK, TAKE_BACK, TAKE_BACK, TAKE_BACK];
     let bits = [state.has_one_of(takeable), state.is_unmapped().into(), passed.has_passed(state).into()];
     COSTS[(bits[0] << 2 | bits[1] << 1 | bits[2]) as usize % COSTS.len()]
 }
