@@ -195,16 +195,10 @@ impl SimDriver {
         })
     }
 
-    /// Waits until the stream's queue is shorter than its limit. The queue of a paused stream has no limit: making room
-    /// would run work that nothing waits for.
+    /// Waits until there is room in a stream's queue.
     pub(in crate::sim) fn wait_for_queue<'a>(&'a self, mut state: Guard<'a>, stream: StreamId) -> Result<Guard<'a>> {
-        let depth = state.config.queue_depth.max(1);
-        let queue = state.scheduler.streams.get(stream);
-        let Some(last) = queue.operation_before_room(depth).filter(|_| !queue.is_paused()) else { return Ok(state) };
-        let has_room = |state: &SimState| {
-            let queue = state.scheduler.streams.find(stream);
-            queue.is_none_or(|queue| queue.operation_before_room(depth).is_none() || queue.is_paused())
-        };
+        let Some(last) = state.operation_before_room(stream) else { return Ok(state) };
+        let has_room = |state: &SimState| state.operation_before_room(stream).is_none();
         state = self.wait(state, std::iter::once(last), has_room);
         // Another thread may have destroyed it meanwhile.
         state.live_stream(stream)?;

@@ -10,7 +10,7 @@ use super::config::SimConfig;
 use super::memory::{AccessContext, Memory, Pool};
 use super::object_counts::ObjectCounts;
 use super::objects::{Captures, CurrentCall, Exec, Graphs, Libraries, Modules};
-use super::order::{Accessor, HappensBefore, HazardKind, HazardLog};
+use super::order::{Accessor, Epoch, HappensBefore, HazardKind, HazardLog};
 use super::refuse::{refusal, refuse, unnamed};
 use super::table::Missing;
 use super::work::{DueWork, Event, KernelWork, ReturnedCallback, Scheduler, Step, StreamKind, Template, Work, execute};
@@ -216,6 +216,13 @@ impl SimState {
         Ok(())
     }
 
+    /// The operation that must end before there is room in a stream's queue, if that is as long as its limit. The queue
+    /// of a paused stream has no limit: making room would run work that nothing waits for.
+    pub fn operation_before_room(&self, stream: StreamId) -> Option<Epoch> {
+        let queue = self.scheduler.streams.find(stream).filter(|queue| !queue.is_paused())?;
+        queue.operation_before_room(self.config.queue_depth.max(1))
+    }
+
     // Lookups.
 
     /// Checks that there is such a device.
@@ -371,6 +378,9 @@ impl SimState {
 
     /// Refuses work on the legacy default stream while a stream that it would wait for captures.
     pub fn forbid_implicit_wait(&mut self, stream: StreamId) -> Result<()> {
+        if self.captures.len() == 0 {
+            return Ok(());
+        }
         let captures = self.implicit_captures(stream);
         if captures.is_empty() {
             return Ok(());

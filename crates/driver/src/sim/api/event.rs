@@ -3,7 +3,7 @@
 use crate::sim::driver::SimDriver;
 use crate::sim::refuse::{refuse, unnamed};
 use crate::sim::state::SimState;
-use crate::sim::work::{Event, EventState, Work};
+use crate::sim::work::{Event, EventState, StreamPoint, Work};
 use crate::{Call, DeviceId, ErrorCode, EventId, EventOptions, EventScope, Events, IpcEventHandle, Result, StreamId};
 
 /// What handles of exported events begin with.
@@ -48,12 +48,13 @@ impl Events for SimDriver {
                     refuse(ErrorCode::IllegalState, "external records are only for streams that capture")
                 }
                 (None, EventScope::Plain) => {
-                    let mut state = self.wait_for_queue(state, stream)?;
-                    // Another thread may have destroyed it meanwhile.
-                    state.event(event)?;
+                    if state.operation_before_room(stream).is_some() {
+                        state = self.wait_for_queue(state, stream)?;
+                        // Another thread may have destroyed it meanwhile.
+                        state.event(event)?;
+                    }
                     let at = state.call_number();
-                    let point = state.scheduler.enqueue(stream, Work::Record(event), 0, Vec::new(), at);
-                    state.event(event)?.state = EventState::Recorded { point, done_at: None };
+                    state.scheduler.enqueue_record(stream, event, at);
                     Ok(())
                 }
                 (Some(_), EventScope::External) => state.submit(stream, Work::Record(event), 0),
@@ -69,24 +70,18 @@ impl Events for SimDriver {
 
     fn event_query(&self, event: EventId) -> Result<bool> {
         self.call(Call::EventQuery, |state| {
-            check_queryable(state, event)?;
-            if let EventState::Recorded { point, done_at } = state.event(event)?.state.clone() {
-                if done_at.is_none() {
-                    return Ok(false);
-                }
+            let Some((point, done_at)) = queryable(state, event)? else { return Ok(true) };
+            if done_at.is_some() {
                 state.scheduler.streams.host_observed(&point);
             }
-            Ok(true)
+            Ok(done_at.is_some())
         })
     }
 
     fn event_synchronize(&self, event: EventId) -> Result<()> {
         self.waiting_call(Call::EventSynchronize, |mut state| {
-            check_queryable(&mut state, event)?;
-            let Event { device, state: recorded, .. } = state.event(event)?;
-            let device = *device;
-            let EventState::Recorded { point, .. } = recorded.clone() else { return Ok(()) };
-            let epoch = point.epoch;
+            let Some((point, _)) = queryable(&mut state, event)? else { return Ok(()) };
+            let (device, epoch) = (state.event(event)?.device, point.epoch);
             let mut state = self.wait(state, std::iter::once(epoch), |state| {
                 match state.scheduler.events.get(event.0).map(|event| &event.state) {
                     // Otherwise another thread recorded it again or destroyed it: the timeline decides.
@@ -136,17 +131,22 @@ impl Events for SimDriver {
     }
 }
 
-/// Checks that an event may be queried: not if it was last recorded in a capture.
-fn check_queryable(state: &mut SimState, event: EventId) -> Result<()> {
-    if let EventState::Captured { capture, .. } = state.event(event)?.state {
-        if !state.captures.exists(capture) {
-            let why = format!("{event} was last recorded in a capture that has ended");
-            return refuse(ErrorCode::InvalidValue, why);
+/// What an event last recorded, and when it was reached; `None` if nothing. Refused if that was in a capture.
+fn queryable(state: &mut SimState, event: EventId) -> Result<Option<(StreamPoint, Option<u64>)>> {
+    let recorded = match &state.event(event)?.state {
+        EventState::NeverRecorded => None,
+        EventState::Recorded { point, done_at } => Some((point.clone(), *done_at)),
+        &EventState::Captured { capture, .. } => {
+            if !state.captures.exists(capture) {
+                let why = format!("{event} was last recorded in a capture that has ended");
+                return refuse(ErrorCode::InvalidValue, why);
+            }
+            let why = format!("{} on {event}, which was recorded in the capture", state.current_call.call);
+            return state.invalidate(&[capture], ErrorCode::CapturedEvent, &why);
         }
-        let why = format!("{} on {event}, which was recorded in the capture", state.current_call.call);
-        return state.invalidate(&[capture], ErrorCode::CapturedEvent, &why);
-    }
-    state.forbid_unsafe_call()
+    };
+    state.forbid_unsafe_call()?;
+    Ok(recorded)
 }
 
 /// The time at which an event was reached; `None` if it has not been.

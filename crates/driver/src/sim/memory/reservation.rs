@@ -1,6 +1,7 @@
 //! A reserved address range and the physical memory mapped into it.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use super::backing::BackingId;
 use super::remaps::MappingNumber;
@@ -49,6 +50,12 @@ impl Reservation {
 
     /// Removes the mappings in `[start, end)`; `InvalidValue` if the range divides one.
     pub fn unmap(&mut self, start: u64, end: u64) -> Result<Vec<(u64, Mapping)>> {
+        // Most often it is one mapping.
+        if let Entry::Occupied(mapping) = self.mappings.entry(start)
+            && start + mapping.get().bytes == end
+        {
+            return Ok(vec![(start, mapping.remove())]);
+        }
         let divided =
             |at: u64| self.mappings.range(..at).next_back().is_some_and(|(first, old)| first + old.bytes > at);
         if start == end || divided(start) || divided(end) {
@@ -58,21 +65,14 @@ impl Reservation {
         Ok(starts.into_iter().filter_map(|at| Some((at, self.mappings.remove(&at)?))).collect())
     }
 
-    /// The memory mapped in `[start, end)`; `InvalidValue` unless that is a sequence of whole mappings without a gap.
-    pub fn whole_mappings(&self, start: u64, end: u64) -> Result<Vec<BackingId>> {
-        let mut covered = start;
-        let mut backings = Vec::new();
-        for (&at, mapping) in self.mappings.range(start..end) {
-            if at != covered {
-                break;
-            }
-            covered += mapping.bytes;
-            backings.push(mapping.backing);
-        }
-        if start == end || covered != end {
+    /// The mappings in `[start, end)`; `InvalidValue` unless that is a sequence of whole ones without a gap.
+    pub fn whole_mappings(&self, start: u64, end: u64) -> Result<impl Iterator<Item = &Mapping>> {
+        let mappings = || self.mappings.range(start..end);
+        let covered = mappings().try_fold(start, |end, (&at, mapping)| (at == end).then_some(end + mapping.bytes));
+        if start == end || covered != Some(end) {
             return refuse(ErrorCode::InvalidValue, "the range must consist of whole mappings without a gap");
         }
-        Ok(backings)
+        Ok(mappings().map(|(_, mapping)| mapping))
     }
 
     /// Sets the access rights of the mappings in `[start, end)`, and calls `on_set` for each.

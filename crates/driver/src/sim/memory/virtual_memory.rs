@@ -101,15 +101,17 @@ impl Memory {
         reaches: impl Fn(&DeviceAccess, DeviceId) -> bool,
     ) -> Result<Vec<u64>> {
         let end = ptr.0.wrapping_add(bytes);
-        for backing in self.reservation(ptr, bytes)?.whole_mappings(ptr.0, end)? {
-            let owner = self.backings.get(backing).device.expect("device memory");
+        let Some(reservation) = self.space.reservation(ptr, bytes) else { return not_reserved(ptr, bytes) };
+        let mut count = 0;
+        for mapping in reservation.whole_mappings(ptr.0, end)? {
+            count += 1;
+            let owner = self.backings.get(mapping.backing).device.expect("device memory");
             if let Some(rights) = access.iter().find(|rights| !reaches(rights, owner)) {
                 let why = format!("{} cannot reach memory of {owner}", rights.device);
                 return refuse(ErrorCode::InvalidDevice, why);
             }
         }
-        let Some(reservation) = self.space.reservation(ptr, bytes) else { return not_reserved(ptr, bytes) };
-        let mut sizes = Vec::new();
+        let mut sizes = Vec::with_capacity(count);
         reservation.set_access(ptr.0, end, access, |mapping| {
             sizes.push(mapping.bytes);
             self.remaps.access_set(mapping.number, mapping.bytes);

@@ -64,6 +64,8 @@ pub struct Stream {
     pub(super) host_version: u64,
     /// How often `last` and `clock` have changed, apart from what the host has observed.
     pub(super) changes: u64,
+    /// Whether it is among the changed ones of its device.
+    pub(super) is_listed_changed: bool,
     /// While it is paused: the number of the last operation that may start.
     pub(super) paused_after: Option<u64>,
 }
@@ -125,6 +127,11 @@ impl Stream {
     pub fn operation_before_room(&self, depth: usize) -> Option<Epoch> {
         let index = self.queue.len().checked_sub(depth)?;
         Some(Epoch { timeline: self.timeline, seq: self.queue[index].seq })
+    }
+
+    /// Whether nothing is queued in it, and what is would start at once, unless it waits for others.
+    pub(super) fn is_idle(&self) -> bool {
+        self.queue.is_empty() && !self.running && !self.is_paused()
     }
 
     pub fn is_paused(&self) -> bool {

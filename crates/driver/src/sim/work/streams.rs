@@ -118,6 +118,7 @@ impl Streams {
             clock_changed: false,
             host_version: self.host.version,
             changes: 0,
+            is_listed_changed: false,
             paused_after: None,
         });
         id
@@ -234,7 +235,9 @@ impl Streams {
         let state = self.get_mut(stream);
         state.changes += 1;
         let device = state.device;
-        self.device_mut(device).changed.insert(stream);
+        if !std::mem::replace(&mut state.is_listed_changed, true) {
+            self.device_mut(device).changed.insert(stream);
+        }
     }
 
     /// Orders the next operation of `stream` as the default-stream rules say: the legacy default stream after the
@@ -376,9 +379,10 @@ impl Streams {
         for AwaitedStream { stream, changes, last } in awaited {
             self.host_observed(&last);
             // It may have been destroyed and drained meanwhile, or have more operations.
-            if let Some(state) = self.find(stream)
+            if let Some(state) = self.find_mut(stream)
                 && state.changes == changes
             {
+                state.is_listed_changed = false;
                 let device = state.device;
                 self.device_mut(device).changed.remove(&stream);
             }

@@ -146,6 +146,23 @@ impl Scheduler {
         point
     }
 
+    /// Queues a record of an event that exists, by call number `at`.
+    pub fn enqueue_record(&mut self, stream: StreamId, event: EventId, at: u64) {
+        let position = self.streams.next_position(stream, Vec::new());
+        let point = position.point.clone();
+        // Reached at once if nothing is before it. It would be as soon as time passes: that is the same, and most
+        // events of an allocator are such.
+        let is_next = position.waits.is_empty() && self.streams.get(stream).is_idle();
+        if is_next {
+            let waiting = self.streams.timelines.complete_next(point.epoch.timeline);
+            debug_assert!(waiting.is_empty(), "nothing waits for what was not queued");
+        } else {
+            self.push(stream, position, Work::Record(event), 0, at);
+        }
+        let recorded = self.events.get_mut(event.0).expect("an event that was looked up");
+        recorded.state = EventState::Recorded { point, done_at: is_next.then_some(self.now) };
+    }
+
     /// Queues a launch of call number `at`. `launch` makes it for its point.
     pub fn enqueue_launch(
         &mut self,
@@ -164,7 +181,7 @@ impl Scheduler {
 
     fn push(&mut self, stream: StreamId, position: QueuePosition, work: Work, nanos: u64, at: u64) {
         let QueuePosition { point: StreamPoint { epoch, clock }, waits } = position;
-        let nanos = self.duration(&work, nanos, self.draw(epoch, 0));
+        let nanos = self.duration(&work, nanos, || self.draw(epoch, 0));
         let queue = &mut self.streams.get_mut(stream).queue;
         queue.push_back(QueuedWork { seq: epoch.seq, queued_at: at, clock, waits, nanos, work });
         if queue.len() == 1 {
@@ -177,9 +194,9 @@ impl Scheduler {
     }
 
     /// How long work takes that the cost model gives `nanos`.
-    fn duration(&self, work: &Work, nanos: u64, random: u64) -> u64 {
+    fn duration(&self, work: &Work, nanos: u64, random: impl FnOnce() -> u64) -> u64 {
         match self.timing {
-            Timing::Seeded if !work.has_fixed_duration() => rng::stretch(nanos, random),
+            Timing::Seeded if !work.has_fixed_duration() => rng::stretch(nanos, random()),
             _ => nanos,
         }
     }
@@ -314,7 +331,7 @@ impl Scheduler {
                     let state = &self.launches[&launch];
                     let random = self.draw(state.point.epoch, salt);
                     let (work, nanos) = state.work(node);
-                    let nanos = if state.instant { 0 } else { self.duration(work, nanos, random) };
+                    let nanos = if state.instant { 0 } else { self.duration(work, nanos, || random) };
                     self.run_until(now.saturating_add(nanos), random, Running::Node { launch, node });
                 }
                 LaunchAction::Retest { node } => {
