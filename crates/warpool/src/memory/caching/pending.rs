@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
-use warpool_driver::StreamId;
+use warpool_driver::{DeviceId, StreamId};
 
 use super::capture_order;
 use super::device::CachingDevice;
@@ -30,6 +30,10 @@ impl FenceOwner for PendingFrees<'_> {
 
     fn instance(&self) -> &Instance {
         self.device.instance()
+    }
+
+    fn device(&self) -> Option<DeviceId> {
+        Some(self.device.id)
     }
 
     fn has_captures(&self) -> bool {
@@ -57,8 +61,8 @@ impl FenceOwner for PendingFrees<'_> {
     }
 
     // In one step: a thread that finds no fence left to wait for finds the blocks free.
-    fn complete(&self, passed: &[Fence]) {
-        self.device.change(|state| state.complete_fences(passed, self.details));
+    fn complete(&self, passed: &Fence) {
+        self.device.change(|state| state.complete_fence(passed, self.details));
     }
 
     fn reclaim_if_clear(&self, key: BlockKey) {

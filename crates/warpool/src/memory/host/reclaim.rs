@@ -12,7 +12,6 @@ use super::pin::PinnedRange;
 use crate::capture::RelaxedMode;
 use crate::memory::StackLevel;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
-use crate::unwind::call_each;
 use crate::{Instance, Result, lock};
 
 /// Work that is left to later calls.
@@ -132,14 +131,11 @@ impl FenceOwner for Reclaimer<'_> {
         self.shared.pending.with(|pending| act(&mut pending.fences))
     }
 
-    fn complete(&self, passed: &[Fence]) {
-        let pop = |fences: &mut StreamFences<_>| passed.iter().filter_map(|fence| fences.pop(fence)).collect();
-        let blocks: Vec<Arc<PinnedBlock>> = self.with_fences(pop);
-        // All of them, also if the completion of one panics.
-        call_each(blocks, |block| {
-            lock(&block.usage).streams.fence_passed();
+    fn complete(&self, passed: &Fence) {
+        if let Some(block) = self.with_fences(|fences| fences.pop(passed)) {
+            self.with_uses(&block, StreamUses::fence_passed);
             self.reclaim_if_clear(block);
-        });
+        }
     }
 
     fn reclaim_if_clear(&self, block: Arc<PinnedBlock>) {

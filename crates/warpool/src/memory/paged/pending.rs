@@ -2,9 +2,11 @@
 
 use std::sync::atomic::Ordering;
 
-use warpool_driver::StreamId;
+use warpool_driver::{DeviceId, StreamId};
 
+use super::biased_lock::BiasedGuard;
 use super::device::{BlockRef, PagedDevice};
+use super::heap::Heap;
 use crate::capture::CaptureStatus;
 use crate::memory::Action;
 use crate::memory::report::EntryDetails;
@@ -22,6 +24,10 @@ impl FenceOwner for PendingFrees<'_> {
 
     fn instance(&self) -> &Instance {
         self.device.instance()
+    }
+
+    fn device(&self) -> Option<DeviceId> {
+        Some(self.device.id)
     }
 
     fn has_captures(&self) -> bool {
@@ -48,29 +54,32 @@ impl FenceOwner for PendingFrees<'_> {
         self.device.with_fences(act)
     }
 
-    fn complete(&self, passed: &[Fence]) {
-        for fence in passed {
-            if let Some(key) = self.device.with_fences(|fences| fences.pop(fence)) {
-                self.device.heaps.get(key.heap).lock().uses_mut(key.block).fence_passed();
-                self.reclaim_if_clear(key);
-            }
+    fn complete(&self, passed: &Fence) {
+        if let Some(key) = self.device.with_fences(|fences| fences.pop(passed)) {
+            let mut heap = self.device.heaps.get(key.heap).lock();
+            heap.uses_mut(key.block).fence_passed();
+            self.reclaim_in(heap, key);
         }
     }
 
     fn reclaim_if_clear(&self, key: BlockRef) {
-        let mut heap = self.device.heaps.get(key.heap).lock();
-        let Some((addr, requested)) = heap.pending(key.block) else { return };
-        if heap.reclaim_if_clear(key.block) {
-            self.device.record(Action::FreeCompleted, addr, requested, &heap, self.details);
-        }
-        drop(heap);
-        self.device.using(key.heap);
+        self.reclaim_in(self.device.heaps.get(key.heap).lock(), key);
     }
 }
 
 impl<'a> PendingFrees<'a> {
     pub(super) fn new(device: &'a PagedDevice, details: &'a EntryDetails) -> Self {
         Self { device, details }
+    }
+
+    /// Reclaims a pending block of a heap, if no stream uses it any more.
+    fn reclaim_in(&self, mut heap: BiasedGuard<'_, Heap>, key: BlockRef) {
+        let Some((addr, requested)) = heap.pending(key.block) else { return };
+        if heap.reclaim_if_clear(key.block) {
+            self.device.record(Action::FreeCompleted, addr, requested, &heap, self.details);
+        }
+        drop(heap);
+        self.device.using(key.heap);
     }
 
     /// Completes pending frees that can be; looks at a bounded number of those that cannot.

@@ -7,7 +7,7 @@ use warpool_driver::StreamId;
 use super::owner::FenceOwner;
 use super::queues::StreamFences;
 use super::record::{Recorded, record};
-use super::uses::StreamUses;
+use super::uses::{AfterFencing, StreamUses};
 use crate::Result;
 
 /// Records fences for a freed block in every stream that used it, and reclaims it if it needs none. Streams in which
@@ -50,11 +50,13 @@ struct Fencing<'a, O: FenceOwner> {
 impl<O: FenceOwner> Drop for Fencing<'_, O> {
     fn drop(&mut self) {
         self.left.extend(&mut self.streams);
-        if self.owner.with_uses(&self.key, |uses| uses.end_fencing(self.done, &self.left)) {
-            let refused = self.owner.with_fences(|fences| fences.push_unfenced(self.key.clone()));
-            drop(refused);
-        } else {
-            self.owner.reclaim_if_clear(self.key.clone());
+        match self.owner.with_uses(&self.key, |uses| uses.end_fencing(self.done, &self.left)) {
+            AfterFencing::List => {
+                let refused = self.owner.with_fences(|fences| fences.push_unfenced(self.key.clone()));
+                drop(refused);
+            }
+            AfterFencing::Reclaim => self.owner.reclaim_if_clear(self.key.clone()),
+            AfterFencing::Wait => {}
         }
     }
 }

@@ -1,6 +1,6 @@
 //! What an allocator provides: where a block's uses and the fences are, and under which lock.
 
-use warpool_driver::StreamId;
+use warpool_driver::{DeviceId, StreamId};
 
 use super::queues::{Fence, StreamFences};
 use super::uses::StreamUses;
@@ -13,6 +13,11 @@ pub(crate) trait FenceOwner {
     type Key: Clone;
 
     fn instance(&self) -> &Instance;
+
+    /// The device that its streams are of, but for a few.
+    fn device(&self) -> Option<DeviceId> {
+        None
+    }
 
     /// Whether captures are active. They forbid waiting for a device.
     fn has_captures(&self) -> bool {
@@ -40,8 +45,8 @@ pub(crate) trait FenceOwner {
     /// Accesses the fences, under their lock.
     fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<Self::Key>) -> R) -> R;
 
-    /// These fences have passed: pops them, and reclaims the blocks that have none left.
-    fn complete(&self, passed: &[Fence]);
+    /// A fence has passed: pops it, and reclaims its block if that has none left.
+    fn complete(&self, passed: &Fence);
 
     /// Reclaims a block if it is freed and no stream may still use it.
     fn reclaim_if_clear(&self, key: Self::Key);

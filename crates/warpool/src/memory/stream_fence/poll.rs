@@ -37,7 +37,7 @@ pub(crate) fn poll_of(owner: &impl FenceOwner, stream: StreamId) -> Result<()> {
 
 /// Queries the oldest fences of some streams, and those behind each that has passed. Returns in how many streams the
 /// oldest has not passed.
-fn poll_streams(owner: &impl FenceOwner, mut oldest: Vec<Fence>) -> (usize, Result<()>) {
+fn poll_streams(owner: &impl FenceOwner, oldest: Vec<Fence>) -> (usize, Result<()>) {
     if oldest.is_empty() {
         return (0, Ok(()));
     }
@@ -46,11 +46,14 @@ fn poll_streams(owner: &impl FenceOwner, mut oldest: Vec<Fence>) -> (usize, Resu
         Err(error) => return (oldest.len(), Err(error)),
     };
     let (mut pending, mut outcome) = (0, Ok(()));
-    while !oldest.is_empty() {
-        let mut passed = Vec::new();
-        for fence in oldest {
+    for oldest in oldest {
+        let mut next = Some(oldest);
+        while let Some(fence) = next.take() {
             match owner.instance().driver().event_query(fence.event.id()) {
-                Ok(true) => passed.push(fence),
+                Ok(true) => {
+                    owner.complete(&fence);
+                    next = owner.with_fences(|fences| fences.oldest_of(fence.stream));
+                }
                 Ok(false) => pending += 1,
                 Err(error) => {
                     pending += 1;
@@ -58,8 +61,6 @@ fn poll_streams(owner: &impl FenceOwner, mut oldest: Vec<Fence>) -> (usize, Resu
                 }
             }
         }
-        owner.complete(&passed);
-        oldest = owner.with_fences(|fences| passed.iter().filter_map(|fence| fences.oldest_of(fence.stream)).collect());
     }
     (pending, outcome)
 }
@@ -75,7 +76,7 @@ pub(crate) fn wait_all(owner: &impl FenceOwner) -> Result<()> {
             continue;
         }
         match owner.instance().driver().event_synchronize(fence.event.id()) {
-            Ok(()) => owner.complete(&[fence]),
+            Ok(()) => owner.complete(&fence),
             Err(error) => {
                 failed = Some(fence.stream);
                 outcome = outcome.and(Err(error.into()));

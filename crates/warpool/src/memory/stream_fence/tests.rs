@@ -41,13 +41,11 @@ impl FenceOwner for Owner {
         act(&mut self.fences.borrow_mut())
     }
 
-    fn complete(&self, passed: &[Fence]) {
-        for fence in passed {
-            let key = self.fences.borrow_mut().pop(fence);
-            if let Some(key) = key {
-                self.uses.borrow_mut()[key].fence_passed();
-                self.reclaim_if_clear(key);
-            }
+    fn complete(&self, passed: &Fence) {
+        let key = self.fences.borrow_mut().pop(passed);
+        if let Some(key) = key {
+            self.uses.borrow_mut()[key].fence_passed();
+            self.reclaim_if_clear(key);
         }
     }
 
@@ -113,8 +111,8 @@ fn a_result_that_arrives_after_another_thread_completed_the_fence_is_dropped() {
     let keys = [(); 3].map(|()| owner.freed(&streams));
     keys.into_iter().for_each(|key| fence(&owner, key).unwrap());
     let all = owner.fences.borrow().all();
-    owner.complete(&all[1..2]);
-    owner.complete(&all);
+    owner.complete(&all[1]);
+    all.iter().for_each(|fence| owner.complete(fence));
     assert_eq!(owner.reclaimed.take(), [1, 0, 2]);
 }
 
@@ -144,7 +142,8 @@ fn a_use_that_is_added_while_fences_are_recorded_is_another_use() {
     let key = owner.freed(&streams);
     let recording = owner.with_uses(&key, StreamUses::begin_fencing).unwrap();
     owner.with_uses(&key, |uses| uses.add(streams[0]));
-    assert!(owner.with_uses(&key, |uses| uses.end_fencing(recording.len() as u32, &[])), "to be listed");
+    let after = owner.with_uses(&key, |uses| uses.end_fencing(recording.len() as u32, &[]));
+    assert_eq!(after, uses::AfterFencing::List);
     owner.with_fences(|fences| assert!(fences.push_unfenced(key).is_none()));
     owner.reclaim_if_clear(key);
     retry_unfenced(&owner, usize::MAX, |key| fence(&owner, key)).unwrap();

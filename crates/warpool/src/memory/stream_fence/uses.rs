@@ -16,6 +16,17 @@ pub(crate) struct StreamUses {
     listed: bool,
 }
 
+/// What is to be done with a block in whose streams fences were recorded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AfterFencing {
+    /// To be listed as unfenced.
+    List,
+    /// No stream may use it any more.
+    Reclaim,
+    /// Nothing, until its last fence has passed, or while it is listed already.
+    Wait,
+}
+
 impl StreamUses {
     /// Streams that used the block.
     pub(crate) fn of(streams: Vec<StreamId>) -> Self {
@@ -81,12 +92,17 @@ impl StreamUses {
         Some(streams)
     }
 
-    /// Ends recording: `done` streams needed no fence, and in those `left` none can be recorded now. Returns whether
-    /// the block is to be listed as unfenced.
-    pub(super) fn end_fencing(&mut self, done: u32, left: &[StreamId]) -> bool {
+    /// Ends recording: `done` streams needed no fence, and in those `left` none can be recorded now.
+    pub(super) fn end_fencing(&mut self, done: u32, left: &[StreamId]) -> AfterFencing {
         self.outstanding -= 1 + done + left.len() as u32;
         left.iter().for_each(|&stream| self.add(stream));
-        !self.streams.is_empty() && self.list()
+        if !self.streams.is_empty() && self.list() {
+            AfterFencing::List
+        } else if self.is_clear() {
+            AfterFencing::Reclaim
+        } else {
+            AfterFencing::Wait
+        }
     }
 
     /// The block is to be listed as unfenced. Returns `false` if it is already.

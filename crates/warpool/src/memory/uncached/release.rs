@@ -315,10 +315,10 @@ impl<S: Source> FenceOwner for Fencing<'_, S> {
         act(&mut lock(&self.state.fences))
     }
 
-    fn complete(&self, passed: &[Fence]) {
-        let pop = |fences: &mut StreamFences<u64>| passed.iter().filter_map(|fence| fences.pop(fence)).collect();
-        let serials: Vec<u64> = self.with_fences(pop);
-        self.allocator.with(self.state, |table| serials.iter().for_each(|&at| table.stream_uses(at).fence_passed()));
+    fn complete(&self, passed: &Fence) {
+        if let Some(serial) = self.with_fences(|fences| fences.pop(passed)) {
+            self.with_uses(&serial, StreamUses::fence_passed);
+        }
     }
 
     fn reclaim_if_clear(&self, _: u64) {}

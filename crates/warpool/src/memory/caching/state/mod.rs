@@ -409,13 +409,11 @@ impl DeviceState {
         self.heap.uses_mut(block)
     }
 
-    /// These fences have passed.
-    pub(super) fn complete_fences(&mut self, passed: &[Fence], details: &EntryDetails) {
-        for fence in passed {
-            if let Some(block) = self.fences.pop(fence) {
-                self.heap.uses_mut(block).fence_passed();
-                self.reclaim_if_clear(block, details);
-            }
+    /// A fence has passed.
+    pub(super) fn complete_fence(&mut self, passed: &Fence, details: &EntryDetails) {
+        if let Some(block) = self.fences.pop(passed) {
+            self.heap.uses_mut(block).fence_passed();
+            self.reclaim_if_clear(block, details);
         }
     }
 
