@@ -39,7 +39,7 @@ pub(super) struct HeapCounters {
     /// The current values when it was last collected.
     collected: [Tally; 2],
     /// So many blocks, and so many bytes, can be allocated at least before a value is a new highest one: small, large,
-    /// both. Set anew when one is used up.
+    /// both. Frees give some back; set anew when one is used up.
     room: [[u64; 2]; 3],
 }
 
@@ -101,6 +101,8 @@ impl HeapCounters {
     pub(super) fn freed_and_reclaimed(&mut self, kind: SegmentKind, bytes: u64, requested: u64) {
         let allocated = &mut self.allocated[kind as usize];
         *allocated = [allocated[0] - 1, allocated[1] - bytes, allocated[2] - requested];
+        give_room(&mut self.room[kind as usize], requested);
+        give_room(&mut self.room[2], requested);
     }
 
     /// Blocks, bytes and requested bytes that are allocated; those that are active.
@@ -127,6 +129,12 @@ fn use_room(room: &mut [u64; 2], bytes: u64) -> bool {
     let (bytes, without_bytes) = room[1].overflowing_sub(bytes);
     *room = [count, bytes];
     without_count | without_bytes
+}
+
+/// A block is gone: no value is lower by fewer bytes than were requested. What was used up may be below zero.
+#[inline]
+fn give_room(room: &mut [u64; 2], requested: u64) {
+    *room = [room[0].wrapping_add(1), room[1].wrapping_add(requested)];
 }
 
 fn raise(highest: &mut u64, value: u64) {

@@ -13,13 +13,13 @@ use warpool_driver::{DeviceId, DevicePtr, Driver, ShareKind, StreamId};
 use super::address_space::AddressSpace;
 use super::biased_lock::BiasedLock;
 use super::counters::{Added, Totals};
+use super::fill::FillMemory;
 use super::heap::Heap;
 use super::heaps::Heaps;
 use super::inactive::{self, Inactive, InactiveStats};
 use super::last_heap::DeviceKey;
 use super::pages::{PageTable, PageTotals};
 use super::pools::{Pools, SegmentSource};
-use super::window::Search;
 use crate::capture::{CaptureSafe, CaptureStatus};
 use crate::memory::capture_count::CaptureCount;
 use crate::memory::limit::Limits;
@@ -94,7 +94,7 @@ pub(super) struct PagedDevice {
     pub(super) space: AddressSpace,
     pub(super) pages: Mutex<PageTable>,
     /// Locked after the pages.
-    pub(super) search: Mutex<Search>,
+    pub(super) fill_memory: Mutex<FillMemory>,
     pub(super) pools: Mutex<Pools>,
     /// Sources of removed pools and segments, to be dropped.
     removed: Mutex<Vec<SegmentSource>>,
@@ -125,7 +125,7 @@ impl PagedDevice {
             by_key: RwLock::default(),
             space: AddressSpace::new(properties.bytes_total),
             pages: Mutex::new(PageTable::new(slot_bytes)),
-            search: Mutex::default(),
+            fill_memory: Mutex::default(),
             pools: Mutex::new(Pools::new(device.id())),
             removed: Mutex::default(),
             scopes: Scopes::default(),

@@ -15,9 +15,10 @@ fn place(page: PageId) -> (usize, u64) {
 }
 
 impl PageSet {
-    /// Empty, with room for the pages below this number.
-    pub(super) fn for_pages(end: PageId) -> Self {
-        Self { words: vec![0; (end as usize).div_ceil(64)] }
+    /// Removes all, and makes room for the pages below this number.
+    pub(super) fn clear_for(&mut self, end: PageId) {
+        self.words.clear();
+        self.words.resize((end as usize).div_ceil(64), 0);
     }
 
     #[inline]
@@ -26,6 +27,16 @@ impl PageSet {
         match self.words.get_mut(word) {
             Some(bits) => *bits |= bit,
             None => self.insert_behind(word, bit),
+        }
+    }
+
+    /// Inserts pages for which there is [room](Self::clear_for).
+    #[inline]
+    pub(super) fn insert_known(&mut self, pages: impl Iterator<Item = PageId>) {
+        let words = self.words.as_mut_slice();
+        for page in pages {
+            let (word, bit) = place(page);
+            words[word] |= bit;
         }
     }
 
@@ -56,17 +67,15 @@ impl PageSet {
         had
     }
 
-    /// The pages of both sets.
-    pub(super) fn with(mut self, others: &Self) -> Self {
+    /// Inserts all pages of another set.
+    pub(super) fn insert_all(&mut self, others: &Self) {
         self.words.resize(self.words.len().max(others.words.len()), 0);
         self.words.iter_mut().zip(&others.words).for_each(|(bits, others)| *bits |= others);
-        self
     }
 
-    /// The pages that are not in the other set.
-    pub(super) fn without(mut self, others: &Self) -> Self {
+    /// Removes all pages of another set.
+    pub(super) fn remove_all(&mut self, others: &Self) {
         self.words.iter_mut().zip(&others.words).for_each(|(bits, others)| *bits &= !others);
-        self
     }
 
     /// Calls `each` with every page, in the order of their numbers.
@@ -119,9 +128,14 @@ mod tests {
     fn sets_of_different_sizes_are_joined_and_subtracted() {
         let set = |pages: &[PageId]| pages.iter().copied().collect::<PageSet>();
         let (small, large) = (set(&[1, 2]), set(&[2, 200]));
-        assert_eq!(listed(&small.clone().with(&large)), [1, 2, 200]);
-        assert_eq!(listed(&large.clone().with(&small)), [1, 2, 200]);
-        assert_eq!(listed(&small.clone().without(&large)), [1]);
-        assert_eq!(listed(&large.without(&small)), [200]);
+        let changed = |set: &PageSet, change: fn(&mut PageSet, &PageSet), others: &PageSet| {
+            let mut set = set.clone();
+            change(&mut set, others);
+            listed(&set)
+        };
+        assert_eq!(changed(&small, PageSet::insert_all, &large), [1, 2, 200]);
+        assert_eq!(changed(&large, PageSet::insert_all, &small), [1, 2, 200]);
+        assert_eq!(changed(&small, PageSet::remove_all, &large), [1]);
+        assert_eq!(changed(&large, PageSet::remove_all, &small), [200]);
     }
 }

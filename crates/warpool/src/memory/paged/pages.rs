@@ -484,30 +484,33 @@ impl PageTable {
         SlotRange { start: Slot { range, index: first }, behind: self.slot_index(range, block.addr() + block.bytes()) }
     }
 
-    /// The pages that are wholly in one block of a heap, by address.
-    pub(super) fn pages_in(&self, heap: &Heap, block: u32) -> impl Iterator<Item = (Slot, PageId)> {
-        let SlotRange { start: Slot { range, mut index }, behind: end } = self.whole_slots_in(heap, block);
-        let states = self.slots(range);
-        std::iter::from_fn(move || {
-            while index < end {
-                let slot = Slot { range, index };
-                match states.get(index as usize)?.mapping() {
-                    Mapping::Page(PagePart { page, part: 0, slots, is_home: true }) => {
-                        index += u32::from(slots);
-                        if index <= end {
-                            return Some((slot, page));
-                        }
-                    }
-                    _ => index += 1,
-                }
-            }
-            None
-        })
+    /// The slots of the pages that are wholly in one block of a heap, which is free: the number of the first, and what
+    /// is in them.
+    fn page_slots_in(&self, heap: &Heap, block: u32) -> (Slot, &[SlotState]) {
+        let SlotRange { start, behind } = self.whole_slots_in(heap, block);
+        let states = self.slots(start.range);
+        let states = states.get(start.index as usize..states.len().min(behind as usize)).unwrap_or_default();
+        // Parts of pages whose others are in the blocks beside it.
+        let before = states.first().map_or(0, SlotState::slots_to_next_page);
+        let after = states.last().map_or(0, SlotState::slots_of_cut_page);
+        let states = states.get(before..states.len().saturating_sub(after)).unwrap_or_default();
+        debug_assert!(states.iter().all(|state| state.own_page().is_some()), "pages are behind all of a free block");
+        (Slot { index: start.index + before as u32, ..start }, states)
     }
 
-    /// The pages that are wholly in free blocks of a heap.
+    /// The pages that are wholly in one block of a heap, which is free, by address.
+    pub(super) fn pages_in(&self, heap: &Heap, block: u32) -> impl Iterator<Item = (Slot, PageId)> {
+        let (first, states) = self.page_slots_in(heap, block);
+        let slots = (first.index..).map(move |index| Slot { index, ..first });
+        slots.zip(states).filter_map(|(slot, state)| Some((slot, state.own_page_begins()?)))
+    }
+
+    /// Inserts the pages that are wholly in free blocks of a heap into a set with room for all.
     pub(super) fn add_free_pages(&self, heap: &Heap, pages: &mut PageSet) {
-        heap.free_blocks_from(self.slot_bytes, |block| pages.extend(self.pages_in(heap, block).map(|(_, page)| page)));
+        heap.free_blocks_from(self.slot_bytes, |block| {
+            let (_, states) = self.page_slots_in(heap, block);
+            pages.insert_known(states.iter().map(SlotState::page_number));
+        });
     }
 
     /// Whether a page is still mapped at a slot where it does not belong.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use warpool_driver::StreamId;
 
 use super::device::PagedDevice;
+use super::heap::{FreeBlock, Heap};
 use super::old_mappings::{self, unmap};
 use super::pages::{PageId, PageTable, Slot};
 use super::pending::PendingFrees;
@@ -114,12 +115,12 @@ fn empty_heap(device: &PagedDevice, table: &mut PageTable, number: u32, details:
 fn take_free(
     device: &PagedDevice,
     table: &mut PageTable,
-    heap: &mut super::heap::Heap,
+    heap: &mut Heap,
     most: u64,
     details: &EntryDetails,
 ) -> Vec<(PageId, Slot)> {
     let (mut taken, mut left) = (Vec::new(), most);
-    for block in heap.blocks_with_pages(table.slot_bytes).into_iter().rev() {
+    for FreeBlock { id: block, .. } in heap.blocks_with_pages(table.slot_bytes).into_iter().rev() {
         let pages: Vec<_> = table.pages_in(heap, block).collect();
         for (slot, page) in pages.into_iter().rev() {
             if left == 0 {
@@ -145,7 +146,7 @@ pub(super) fn has_large_pages(device: &PagedDevice) -> bool {
             let mut heap = cell.lock();
             heap.merge_recent();
             let mut blocks = heap.blocks_with_pages(table.slot_bytes).into_iter();
-            blocks.any(|block| table.pages_in(&heap, block).any(|(_, page)| is_large(page)))
+            blocks.any(|block| table.pages_in(&heap, block.id).any(|(_, page)| is_large(page)))
         })
 }
 

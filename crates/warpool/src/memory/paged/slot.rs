@@ -124,6 +124,30 @@ impl SlotState {
         self.is_home.then_some(self.page)
     }
 
+    /// The number of the page that is mapped here, where one is known to be.
+    #[inline]
+    pub(super) fn page_number(&self) -> PageId {
+        self.page
+    }
+
+    /// The page that belongs here and begins here.
+    #[inline]
+    pub(super) fn own_page_begins(&self) -> Option<PageId> {
+        self.own_page().filter(|_| self.part == 0)
+    }
+
+    /// How many slots from this one on are of a page that began before it.
+    #[inline]
+    pub(super) fn slots_to_next_page(&self) -> usize {
+        if self.part == 0 { 0 } else { usize::from(self.slots - self.part) }
+    }
+
+    /// How many slots up to this one are of a page that ends behind it.
+    #[inline]
+    pub(super) fn slots_of_cut_page(&self) -> usize {
+        if self.part + 1 < self.slots { usize::from(self.part) + 1 } else { 0 }
+    }
+
     /// The page that is mapped here belongs here from now on.
     pub(super) fn set_home(&mut self) {
         self.is_home = true;
@@ -185,6 +209,7 @@ impl PassedTakes {
         if super::defect::Defect::UnmapsTooEarly.is_on() {
             return matches!(slot.mapping(), Mapping::Page(part) if !part.is_home);
         }
-        (1..=self.0).contains(&slot.taken)
+        // From 1 up to that number, without a branch.
+        slot.taken.wrapping_sub(1) < self.0
     }
 }

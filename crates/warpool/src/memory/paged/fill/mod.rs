@@ -13,6 +13,7 @@
 //! free blocks, and the rest of the window holes.
 
 mod map;
+mod memory;
 mod order;
 mod take;
 mod take_back;
@@ -35,6 +36,8 @@ use crate::memory::report::EntryDetails;
 use crate::memory::{MemPoolId, OomCause, SegmentKind};
 use crate::{Error, Result, lock};
 
+pub(super) use self::memory::FillMemory;
+
 /// Out of memory is an answer, not an error of the call.
 pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
 
@@ -53,7 +56,7 @@ pub(super) struct FillRequest {
 
 /// Allocates, with further pages if need be. Returns the number of the block.
 pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &EntryDetails) -> Result<OrOom<u32>> {
-    let mut table = lock(&device.pages);
+    let (mut table, mut memory) = (lock(&device.pages), lock(&device.fill_memory));
     let cell = device.heaps.get(request.heap);
     let mut fill = Fill {
         device,
@@ -61,6 +64,7 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
         cell,
         details,
         table: &mut table,
+        memory: &mut memory,
         asks_others: false,
         others_first: false,
         own_page: false,
@@ -79,6 +83,7 @@ struct Fill<'a> {
     cell: &'a BiasedLock<Heap>,
     details: &'a EntryDetails,
     table: &'a mut PageTable,
+    memory: &'a mut FillMemory,
     /// Whether other heaps are asked too, since this one has not enough.
     asks_others: bool,
     /// Whether they are asked before this one.
@@ -130,10 +135,10 @@ impl Fill<'_> {
         }
         let heap = self.request.heap;
         self.own_page = bytes <= self.table.slot_bytes && self.table.contention.note_needed(heap);
-        let mut free_elsewhere = PageSet::default();
+        self.memory.free_elsewhere.clear_for(0);
         if self.request.on_oom || !self.own_page && self.others_have_more(bytes) {
             (self.asks_others, self.others_first) = (true, true);
-            free_elsewhere = self.free_in_others();
+            self.find_free_elsewhere();
         }
         // Pages that cannot be taken back: they are in use by now, or mapped in a window that they belong to.
         let mut excluded = PageSet::default();
@@ -143,11 +148,14 @@ impl Fill<'_> {
             if let Some(block) = heap.allocate(requested) {
                 return Ok(Ok(block));
             }
-            let takeable = free_pages(self.table, &heap, takes_own).with(&free_elsewhere).without(&excluded);
-            let (runs, unit, tightest) = (heap.free_runs(kind, bytes), self.unit(), self.request.on_oom);
-            let wanted = Wanted { table: self.table, runs: &runs, bytes, unit, tightest, takeable: &takeable };
-            let chosen = lock(&self.device.search).choose(wanted);
-            let Some(window) = chosen else {
+            let (unit, tightest) = (self.unit(), self.request.on_oom);
+            let FillMemory { search, runs, takeable, free_elsewhere, .. } = self.memory;
+            find_free_pages(self.table, &heap, takes_own, takeable);
+            takeable.insert_all(free_elsewhere);
+            takeable.remove_all(&excluded);
+            heap.find_free_runs(kind, bytes, runs);
+            let wanted = Wanted { table: self.table, runs, bytes, unit, tightest, takeable };
+            let Some(window) = search.choose(wanted) else {
                 drop(heap);
                 if !self.reserve_range(kind, bytes)? {
                     return Ok(Err(OomCause::Device));
@@ -178,7 +186,7 @@ impl Fill<'_> {
                 Unfilled::OutOfMemory(cause) => return Ok(Err(cause)),
                 Unfilled::NotAlone => {
                     self.asks_others = true;
-                    free_elsewhere = self.free_in_others();
+                    self.find_free_elsewhere();
                 }
             }
         }
@@ -314,11 +322,10 @@ impl Fill<'_> {
 }
 
 /// The pages that are wholly in free blocks of a heap, if those may be taken, and the spare ones.
-fn free_pages(table: &PageTable, heap: &Heap, takes_own: bool) -> PageSet {
-    let mut free = PageSet::for_pages(table.pages_end());
+fn find_free_pages(table: &PageTable, heap: &Heap, takes_own: bool, free: &mut PageSet) {
+    free.clear_for(table.pages_end());
     free.extend(table.spare_pages().iter().copied());
     if takes_own {
-        table.add_free_pages(heap, &mut free);
+        table.add_free_pages(heap, free);
     }
-    free
 }

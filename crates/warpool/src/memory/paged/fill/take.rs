@@ -1,8 +1,9 @@
 //! Taking free pages from heaps: this one's, and others', whose work the request's stream then waits for (`order.rs`).
 
 use super::Fill;
+use super::memory::TakeLists;
 use crate::memory::Action;
-use crate::memory::paged::heap::Heap;
+use crate::memory::paged::heap::{FreeBlock, Heap};
 use crate::memory::paged::old_mappings;
 use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::pages::{PageId, Slot};
@@ -97,8 +98,12 @@ impl Fill<'_> {
         }
         let mut heap = self.device.heaps.get(number).lock();
         heap.merge_recent();
-        let (mut pages, mut taken) = (Vec::new(), Vec::new());
-        for block in heap.blocks_with_pages(self.table.slot_bytes) {
+        let TakeLists { mut blocks, mut pages, mut taken } = std::mem::take(&mut self.memory.take_lists);
+        heap.find_blocks_with_pages(self.table.slot_bytes, &mut blocks);
+        for &FreeBlock { id: block, .. } in &blocks {
+            if supply.slots_needed == 0 {
+                break;
+            }
             pages.clear();
             taken.clear();
             pages.extend(self.table.pages_in(&heap, block));
@@ -118,10 +123,8 @@ impl Fill<'_> {
                 }
             }
             self.take_pages(&mut heap, block, &taken);
-            if supply.slots_needed == 0 {
-                return;
-            }
         }
+        self.memory.take_lists = TakeLists { blocks, pages, taken };
     }
 
     /// Takes pages from other heaps. The request's stream waits, on the device, for the work of theirs.
@@ -171,10 +174,16 @@ impl Fill<'_> {
 
     /// These pages, which are in a free block, belong to it no longer. They are sorted by address.
     pub(super) fn take_pages(&mut self, heap: &mut Heap, block: u32, pages: &[(Slot, PageId)]) {
+        let end = |&(slot, page): &(Slot, PageId)| self.table.addr(slot) + self.table.page_bytes(page);
+        let neighbours = pages.chunk_by(|before, (slot, _)| end(before) == self.table.addr(*slot));
         // From the end: what is left of the block in front keeps its number.
+        for pages in neighbours.rev() {
+            if let (Some((first, _)), Some(last)) = (pages.first(), pages.last()) {
+                heap.make_hole(block, self.table.addr(*first), end(last));
+            }
+        }
         for &(slot, page) in pages.iter().rev() {
             let (start, bytes) = (self.table.addr(slot), self.table.page_bytes(page));
-            heap.make_hole(block, start, start + bytes);
             self.table.set_home(page, None);
             self.table.totals.taken += 1;
             self.device.record(Action::SegmentUnmap, start, bytes, heap, self.details);

@@ -3,20 +3,19 @@
 use super::Fill;
 use crate::Result;
 use crate::memory::Action;
-use crate::memory::paged::page_set::PageSet;
 use crate::memory::paged::pages::PageId;
 use crate::memory::paged::pools::Takeable;
 use crate::memory::paged::slot::{Mapping, PagePart, Slot};
 use crate::memory::paged::window::Window;
 
 impl Fill<'_> {
-    /// Pages in free blocks of other heaps, as far as they may be taken. Those that are still mapped in this one need
-    /// no driver call.
-    pub(super) fn free_in_others(&self) -> PageSet {
+    /// Finds the pages in free blocks of other heaps, as far as they may be taken. Those that are still mapped in this
+    /// one need no driver call.
+    pub(super) fn find_free_elsewhere(&mut self) {
+        self.memory.free_elsewhere.clear_for(self.table.pages_end());
         if self.request.capturing || !self.table.was_taken_from(self.request.heap) {
-            return PageSet::default();
+            return;
         }
-        let mut free = PageSet::for_pages(self.table.pages_end());
         for (number, cell) in self.device.heaps.iter() {
             if number == self.request.heap {
                 continue;
@@ -24,21 +23,26 @@ impl Fill<'_> {
             if matches!(self.takeable(number), Takeable::After(_)) {
                 let mut heap = cell.lock();
                 heap.merge_recent();
-                self.table.add_free_pages(&heap, &mut free);
+                self.table.add_free_pages(&heap, &mut self.memory.free_elsewhere);
             }
         }
-        free
     }
 
     /// Pages that are still mapped in the window, and belong to free blocks or to nothing, belong to the window again.
     pub(super) fn take_back(&mut self, window: Window) -> Result<()> {
-        let old = self.old_in(window);
-        if old.is_empty() {
-            return Ok(());
-        }
-        let mut taken = PageSet::for_pages(self.table.pages_end());
+        let mut old = std::mem::take(&mut self.memory.old);
+        self.find_old_in(window, &mut old);
+        let outcome = if old.is_empty() { Ok(()) } else { self.take_back_old(&old) };
+        self.memory.old = old;
+        outcome
+    }
+
+    fn take_back_old(&mut self, old: &[(Slot, PageId)]) -> Result<()> {
+        let taken = &mut self.memory.taken_back;
+        taken.clear_for(self.table.pages_end());
         taken.extend(old.iter().map(|&(_, page)| page).filter(|&page| self.table.take_spare_page(page)));
-        let mut wanted = Vec::with_capacity(old.len());
+        let mut wanted = std::mem::take(&mut self.memory.wanted);
+        wanted.clear();
         wanted.extend(old.iter().filter_map(|&(_, page)| self.place_of(page)));
         wanted.sort_unstable();
         wanted.dedup();
@@ -51,15 +55,16 @@ impl Fill<'_> {
                 if number != self.request.heap && !from.is_empty() {
                     self.table.contention.note_taken(number);
                 }
-                taken.extend(from.iter().map(|&(_, page)| page));
+                self.memory.taken_back.extend(from.iter().map(|&(_, page)| page));
             } else {
                 from.into_iter().for_each(|(slot, page)| self.put_back(page, Some(slot)));
                 outcome = outcome.and(ordered.map(drop));
             }
         }
+        self.memory.wanted = wanted;
         let heap = self.cell.lock();
-        for (slot, page) in old {
-            if taken.remove(page) {
+        for &(slot, page) in old {
+            if self.memory.taken_back.remove(page) {
                 self.table.set_home(page, Some(slot));
                 self.table.totals.taken_back += 1;
                 let bytes = self.table.page_bytes(page);
@@ -69,8 +74,8 @@ impl Fill<'_> {
         outcome
     }
 
-    /// The old mappings that are wholly in the window: slots and pages.
-    fn old_in(&self, window: Window) -> Vec<(Slot, PageId)> {
+    /// Finds the old mappings that are wholly in the window: slots and pages.
+    fn find_old_in(&self, window: Window, found: &mut Vec<(Slot, PageId)>) {
         let behind = self.slots(window).last().map_or(0, |slot| slot.index + 1);
         let old = |slot: Slot| match self.table.mapping(slot) {
             Mapping::Page(PagePart { page, part: 0, slots, is_home: false }) => {
@@ -78,10 +83,8 @@ impl Fill<'_> {
             }
             _ => None,
         };
-        let slots = self.slots(window);
-        let mut found = Vec::with_capacity(slots.len());
-        found.extend(slots.filter_map(old));
-        found
+        found.clear();
+        found.extend(self.slots(window).filter_map(old));
     }
 
     /// Where a page belongs; `None` if nowhere.
@@ -117,8 +120,8 @@ impl Fill<'_> {
 }
 
 /// A page that belongs to a heap.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct InHeap {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct InHeap {
     heap: u32,
     home: Slot,
     page: PageId,

@@ -65,6 +65,11 @@ pub(in crate::memory::paged) struct FreeRuns {
 }
 
 impl FreeRuns {
+    fn clear(&mut self) {
+        self.runs.clear();
+        self.holes.clear();
+    }
+
     pub(in crate::memory::paged) fn iter(&self) -> impl Iterator<Item = &FreeRun> {
         self.runs.iter()
     }
@@ -333,12 +338,11 @@ impl Area {
         self.ranges.iter().map(|range| range.first).filter(|&first| first != NONE)
     }
 
-    /// Runs of free addresses with at least one hole, of at least `bytes` in total.
-    pub(super) fn free_runs(&self, blocks: &Blocks, bytes: u64) -> FreeRuns {
+    /// Finds the runs of free addresses with at least one hole, of at least `bytes` in total.
+    pub(super) fn find_free_runs(&self, blocks: &Blocks, bytes: u64, runs: &mut FreeRuns) {
         let is_free = |id: u32| matches!(blocks.get(id).state, State::Free | State::Hole);
-        let (mut runs, mut seen) = (FreeRuns::default(), 0);
-        runs.holes.reserve(self.holes.len());
-        runs.runs.reserve(self.holes.len());
+        let mut seen = 0;
+        runs.clear();
         for (&addr, &hole) in &self.holes {
             if addr < seen {
                 continue;
@@ -363,7 +367,6 @@ impl Area {
                 runs.holes.truncate(holes_before);
             }
         }
-        runs
     }
 
     /// Makes the free blocks and holes from `start` to `end` one block, which is in no list. `anchor` is a block of

@@ -59,6 +59,14 @@ pub(super) struct Heap {
     stacks: FxHashMap<u32, Stack>,
 }
 
+/// A free block; in order, the smallest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct FreeBlock {
+    bytes: u64,
+    addr: u64,
+    pub(super) id: u32,
+}
+
 /// A block that is no longer allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Freed {
@@ -343,11 +351,20 @@ impl Heap {
     }
 
     /// The free blocks that may contain whole pages, smallest first.
-    pub(super) fn blocks_with_pages(&self, slot: u64) -> Vec<u32> {
-        let mut blocks = Vec::with_capacity(64);
-        self.free_blocks_from(slot, |id| blocks.push((self.blocks.get(id).bytes, self.blocks.get(id).addr, id)));
+    pub(super) fn blocks_with_pages(&self, slot: u64) -> Vec<FreeBlock> {
+        let mut blocks = Vec::new();
+        self.find_blocks_with_pages(slot, &mut blocks);
+        blocks
+    }
+
+    /// The same, in a list that is kept.
+    pub(super) fn find_blocks_with_pages(&self, slot: u64, blocks: &mut Vec<FreeBlock>) {
+        blocks.clear();
+        self.free_blocks_from(slot, |id| {
+            let block = self.blocks.get(id);
+            blocks.push(FreeBlock { bytes: block.bytes, addr: block.addr, id });
+        });
         blocks.sort_unstable();
-        blocks.into_iter().map(|(_, _, id)| id).collect()
     }
 
     /// Calls `each` with every free block of at least `bytes` bytes.
@@ -368,9 +385,9 @@ impl Heap {
         self.areas.iter().map(of).sum()
     }
 
-    /// Runs of free addresses that could hold `bytes` if pages were mapped in their holes.
-    pub(super) fn free_runs(&self, kind: SegmentKind, bytes: u64) -> FreeRuns {
-        self.areas[kind as usize].free_runs(&self.blocks, bytes)
+    /// Finds the runs of free addresses that could hold `bytes` if pages were mapped in their holes.
+    pub(super) fn find_free_runs(&self, kind: SegmentKind, bytes: u64, runs: &mut FreeRuns) {
+        self.areas[kind as usize].find_free_runs(&self.blocks, bytes, runs);
     }
 
     /// A new range of addresses, all of it a hole. Returns its number in the area.

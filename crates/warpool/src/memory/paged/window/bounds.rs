@@ -18,21 +18,31 @@ const LOOKED_AT_FIRST: usize = if cfg!(test) { 1 } else { 2 };
 /// The runs that are still to be looked at.
 pub(super) struct Bounds<'a> {
     wanted: Wanted<'a>,
-    /// What each needs at least, and its position among all runs.
-    left: BinaryHeap<Reverse<(Least, usize)>>,
+    memory: &'a mut BoundsMemory,
     looked_at: usize,
 }
 
+/// Kept from one search to the next.
+#[derive(Debug, Default)]
+pub(super) struct BoundsMemory {
+    /// What each run needs at least, and its position among all runs.
+    left: BinaryHeap<Reverse<(Least, usize)>>,
+    chunks: Chunks,
+}
+
 impl<'a> Bounds<'a> {
-    pub(super) fn new(wanted: Wanted<'a>) -> Self {
+    pub(super) fn new(wanted: Wanted<'a>, memory: &'a mut BoundsMemory) -> Self {
         let least = |run: &FreeRun| (0, least_pages(wanted, run), run.start);
-        Self { wanted, left: wanted.runs.iter().map(least).zip(0..).map(Reverse).collect(), looked_at: 0 }
+        memory.left.clear();
+        memory.left.extend(wanted.runs.iter().map(least).zip(0..).map(Reverse));
+        Self { wanted, memory, looked_at: 0 }
     }
 
     /// Nothing is known of the runs: all are looked at.
-    pub(super) fn unknown(wanted: Wanted<'a>) -> Self {
-        let left = (0..wanted.runs.len()).map(|position| Reverse(((0, 0, 0), position))).collect();
-        Self { wanted, left, looked_at: 0 }
+    pub(super) fn unknown(wanted: Wanted<'a>, memory: &'a mut BoundsMemory) -> Self {
+        memory.left.clear();
+        memory.left.extend((0..wanted.runs.len()).map(|position| Reverse(((0, 0, 0), position))));
+        Self { wanted, memory, looked_at: 0 }
     }
 
     /// The run that could be the best of those that are left, if it could have a window that needs less than the best
@@ -42,20 +52,22 @@ impl<'a> Bounds<'a> {
             self.raise();
         }
         self.looked_at += 1;
-        let Reverse((least, position)) = self.left.pop()?;
+        let Reverse((least, position)) = self.memory.left.pop()?;
         best.is_none_or(|best| least < best).then(|| self.wanted.runs.get(position))
     }
 
     /// Finds out how many driver calls windows of the runs need at least.
     fn raise(&mut self) {
         let Wanted { table, runs, .. } = self.wanted;
-        let chunks = Chunks::new(self.wanted);
-        let raised = |Reverse(((_, pages, start), position)): Reverse<(Least, usize)>| {
-            let run = runs.get(position);
+        let BoundsMemory { left, chunks } = self.memory;
+        chunks.count(self.wanted);
+        let mut runs_left = std::mem::take(left).into_vec();
+        for Reverse(((calls, pages, _), position)) in &mut runs_left {
+            let run = runs.get(*position);
             let [first, last] = [run.start, run.end - 1].map(|addr| table.slot_index(run.range, addr));
-            Reverse(((chunks.least_calls(run.range, first, last, pages), pages, start), position))
-        };
-        self.left = self.left.drain().map(raised).collect();
+            *calls = chunks.least_calls(run.range, first, last, *pages);
+        }
+        *left = runs_left.into();
     }
 }
 
@@ -67,6 +79,7 @@ fn least_pages(wanted: Wanted<'_>, run: &FreeRun) -> u32 {
 }
 
 /// What is mapped in the chunks of the ranges that have runs.
+#[derive(Debug, Default)]
 struct Chunks {
     /// The chunks of each range. Of those without runs: the last one.
     of_range: Vec<Range<u32>>,
@@ -75,7 +88,7 @@ struct Chunks {
     in_window: usize,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Chunk {
     /// Slots of pages that are still mapped, may be taken back, and begin in this chunk.
     takeable: u32,
@@ -84,19 +97,22 @@ struct Chunk {
 }
 
 impl Chunks {
-    fn new(wanted: Wanted<'_>) -> Self {
+    fn count(&mut self, wanted: Wanted<'_>) {
         let Wanted { table, runs, bytes, unit, takeable, .. } = wanted;
         // A window may begin within a slot, and be up to a unit longer on either side; its first page may begin before.
         let slots = bytes.div_ceil(table.slot_bytes) + u64::from(2 * unit + PageSizes::SLOTS_MAX);
         let in_window = slots.div_ceil(u64::from(MappedByChunk::SLOTS)) as u32 + 1;
-        let (mut of_range, mut all) = (vec![0..0; table.range_count()], Vec::new());
+        self.in_window = in_window as usize;
+        let Self { of_range, all, .. } = self;
+        all.clear();
+        of_range.clear();
+        of_range.resize(table.range_count(), 0..0);
         for run in runs.iter() {
             let of_range = &mut of_range[run.range as usize];
             if of_range.end == 0 {
                 // And a window behind the last slot that was ever used.
                 let count = MappedByChunk::chunk_of(table.slots_used(run.range)) + 1 + in_window;
                 let start = all.len() as u32;
-                all.reserve(count as usize + 1);
                 let unmapped = table.mapped_by_chunk(run.range).unmapped().take(count as usize);
                 all.extend(unmapped.map(|unmapped| Chunk { takeable: 0, unmapped }));
                 *of_range = start..all.len() as u32;
@@ -105,18 +121,20 @@ impl Chunks {
         let last = all.len() as u32;
         all.push(Chunk::default());
         of_range.iter_mut().filter(|of_range| of_range.end == 0).for_each(|of_range| *of_range = last..last);
-        let mut this = Self { of_range, all, in_window: in_window as usize };
         takeable.for_each(|page| {
             let page = table.page(page);
+            if page.mapped.len() == 1 && page.home.is_some() {
+                // Only there.
+                return;
+            }
             for &slot in &page.mapped {
-                this.at(slot).takeable += page.slots;
+                self.at(slot).takeable += page.slots;
             }
             if let Some(home) = page.home {
                 // It is in no hole there.
-                this.at(home).takeable -= page.slots;
+                self.at(home).takeable -= page.slots;
             }
         });
-        this
     }
 
     /// The chunk of a slot; the last one if it is in another range.

@@ -14,7 +14,7 @@ mod bounds;
 mod costs;
 mod scratch;
 
-use self::bounds::{Bounds, Least};
+use self::bounds::{Bounds, BoundsMemory, Least};
 use self::costs::{Costs, Sums};
 use super::heap::FreeRuns;
 use super::page_set::PageSet;
@@ -38,6 +38,7 @@ pub(super) struct Window {
 #[derive(Debug, Default)]
 pub(super) struct Search {
     sums: Sums,
+    bounds: BoundsMemory,
 }
 
 /// A search: for what, and where.
@@ -59,14 +60,15 @@ impl Search {
     #[inline(never)]
     pub(super) fn choose(&mut self, wanted: Wanted<'_>) -> Option<Window> {
         // If memory counts first, pages in free blocks count too.
-        let bounds = if wanted.tightest { Bounds::unknown(wanted) } else { Bounds::new(wanted) };
-        let chosen = self.best_of(wanted, bounds);
+        let chosen = self.best_of(wanted, !wanted.tightest);
         #[cfg(test)]
-        assert_eq!(chosen, self.best_of(wanted, Bounds::unknown(wanted)), "a better one is in a run not looked at");
+        assert_eq!(chosen, self.best_of(wanted, false), "a better one is in a run not looked at");
         chosen
     }
 
-    fn best_of(&mut self, wanted: Wanted<'_>, mut bounds: Bounds<'_>) -> Option<Window> {
+    fn best_of(&mut self, wanted: Wanted<'_>, has_bounds: bool) -> Option<Window> {
+        let memory = &mut self.bounds;
+        let mut bounds = if has_bounds { Bounds::new(wanted, memory) } else { Bounds::unknown(wanted, memory) };
         let mut best: Option<(Least, Window)> = None;
         while let Some(run) = bounds.next_below(best.map(|(least, _)| least)) {
             let costs = Costs::new(wanted, run, &mut self.sums);

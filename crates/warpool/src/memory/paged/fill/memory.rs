@@ -1,0 +1,34 @@
+//! What a request for pages works with. Kept from one to the next: allocating it took a tenth of such a request.
+
+use super::take_back::InHeap;
+use crate::memory::paged::heap::{FreeBlock, FreeRuns};
+use crate::memory::paged::page_set::PageSet;
+use crate::memory::paged::pages::{PageId, Slot};
+use crate::memory::paged::window::Search;
+
+#[derive(Debug, Default)]
+pub(in crate::memory::paged) struct FillMemory {
+    pub(super) search: Search,
+    /// Where the window may be.
+    pub(super) runs: FreeRuns,
+    /// The pages that may be taken for it.
+    pub(super) takeable: PageSet,
+    /// Those of them that are in free blocks of other heaps.
+    pub(super) free_elsewhere: PageSet,
+    /// Those that are taken back.
+    pub(super) taken_back: PageSet,
+    pub(super) take_lists: TakeLists,
+    /// Old mappings in the window, and where their pages belong.
+    pub(super) old: Vec<(Slot, PageId)>,
+    pub(super) wanted: Vec<InHeap>,
+}
+
+/// For taking pages from free blocks.
+#[derive(Debug, Default)]
+pub(super) struct TakeLists {
+    pub(super) blocks: Vec<FreeBlock>,
+    /// Those that are wholly in a block.
+    pub(super) pages: Vec<(Slot, PageId)>,
+    /// Those of them that are taken.
+    pub(super) taken: Vec<(Slot, PageId)>,
+}
