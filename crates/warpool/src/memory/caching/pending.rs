@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
-use warpool_driver::{DeviceId, StreamId};
+use warpool_driver::StreamId;
 
 use super::capture_order;
 use super::device::CachingDevice;
@@ -30,10 +30,6 @@ impl FenceOwner for PendingFrees<'_> {
 
     fn instance(&self) -> &Instance {
         self.device.instance()
-    }
-
-    fn device(&self) -> Option<DeviceId> {
-        Some(self.device.id)
     }
 
     fn has_captures(&self) -> bool {

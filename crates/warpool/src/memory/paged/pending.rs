@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use warpool_driver::{DeviceId, StreamId};
+use warpool_driver::StreamId;
 
 use super::biased_lock::BiasedGuard;
 use super::device::{BlockRef, PagedDevice};
@@ -24,10 +24,6 @@ impl FenceOwner for PendingFrees<'_> {
 
     fn instance(&self) -> &Instance {
         self.device.instance()
-    }
-
-    fn device(&self) -> Option<DeviceId> {
-        Some(self.device.id)
     }
 
     fn has_captures(&self) -> bool {

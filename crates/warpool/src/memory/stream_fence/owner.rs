@@ -1,6 +1,6 @@
 //! What an allocator provides: where a block's uses and the fences are, and under which lock.
 
-use warpool_driver::{DeviceId, StreamId};
+use warpool_driver::StreamId;
 
 use super::queues::{Fence, StreamFences};
 use super::uses::StreamUses;
@@ -13,11 +13,6 @@ pub(crate) trait FenceOwner {
     type Key: Clone;
 
     fn instance(&self) -> &Instance;
-
-    /// The device that its streams are of, but for a few.
-    fn device(&self) -> Option<DeviceId> {
-        None
-    }
 
     /// Whether captures are active. They forbid waiting for a device.
     fn has_captures(&self) -> bool {

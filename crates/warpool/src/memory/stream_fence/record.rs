@@ -4,7 +4,7 @@ use warpool_driver::{DeviceId, ErrorCode, EventScope, StreamId};
 
 use super::owner::FenceOwner;
 use crate::capture::CaptureStatus;
-use crate::{Device, Error, Instance, PooledEvent, Result};
+use crate::{Device, Instance, PooledEvent, Result};
 
 /// Result of [`record`].
 pub(crate) enum Recorded {
@@ -25,24 +25,9 @@ pub(crate) fn record(owner: &impl FenceOwner, stream: StreamId) -> Result<Record
             return Ok(Recorded::CaptureActive);
         }
     }
-    match record_on_its_device(owner, stream)? {
-        Some(recorded) => Ok(recorded),
-        None => record_destroyed(owner),
-    }
-}
-
-/// Records an event behind the work of a stream that did not capture a moment ago. `None` if it is destroyed.
-fn record_on_its_device(owner: &impl FenceOwner, stream: StreamId) -> Result<Option<Recorded>> {
-    if let Some(device) = owner.device() {
-        match record_on(owner, device, stream) {
-            // Destroyed, or of another device.
-            Err(Error::Driver(error)) if error.code == ErrorCode::InvalidHandle => {}
-            recorded => return recorded.map(Some),
-        }
-    }
     match owner.instance().driver().stream_handle(stream) {
-        Ok(handle) => record_on(owner, handle.device, stream).map(Some),
-        Err(error) if error.code == ErrorCode::InvalidHandle => Ok(None),
+        Ok(handle) => record_on(owner, handle.device, stream),
+        Err(error) if error.code == ErrorCode::InvalidHandle => record_destroyed(owner),
         Err(error) => Err(error.into()),
     }
 }
@@ -67,9 +52,10 @@ pub(crate) fn record_bystander(owner: &impl FenceOwner, stream: StreamId) -> Res
     if owner.capture_status(stream)? != CaptureStatus::NotCapturing {
         return Ok(None);
     }
-    match record_on_its_device(owner, stream)? {
-        Some(Recorded::Fenced(event)) => Ok(Some(event)),
-        Some(Recorded::AlreadyDone | Recorded::CaptureActive) | None => Ok(None),
+    let Ok(handle) = owner.instance().driver().stream_handle(stream) else { return Ok(None) };
+    match record_on(owner, handle.device, stream)? {
+        Recorded::Fenced(event) => Ok(Some(event)),
+        Recorded::AlreadyDone | Recorded::CaptureActive => Ok(None),
     }
 }
 
