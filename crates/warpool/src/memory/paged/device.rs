@@ -13,7 +13,7 @@ use warpool_driver::{DeviceId, DevicePtr, Driver, ShareKind, StreamId};
 use super::address_space::AddressSpace;
 use super::biased_lock::BiasedLock;
 use super::counters::{Added, Totals};
-use super::fill::FillMemory;
+use super::fill_memory::FillMemory;
 use super::heap::Heap;
 use super::heaps::Heaps;
 use super::inactive::{self, Inactive, InactiveStats};

@@ -31,6 +31,7 @@ mod counters;
 mod defect;
 mod device;
 mod fill;
+mod fill_memory;
 mod free;
 mod heap;
 mod heaps;

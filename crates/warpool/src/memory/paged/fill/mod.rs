@@ -13,7 +13,6 @@
 //! free blocks, and the rest of the window holes.
 
 mod map;
-mod memory;
 mod order;
 mod take;
 mod take_back;
@@ -24,6 +23,7 @@ use crate::memory::limit::share_of;
 use crate::memory::paged::address_space::Location;
 use crate::memory::paged::biased_lock::BiasedLock;
 use crate::memory::paged::device::PagedDevice;
+use crate::memory::paged::fill_memory::FillMemory;
 use crate::memory::paged::heap::{Heap, kind_of, rounded};
 use crate::memory::paged::old_mappings;
 use crate::memory::paged::page_set::PageSet;
@@ -35,8 +35,6 @@ use crate::memory::paged::window::{Wanted, Window};
 use crate::memory::report::EntryDetails;
 use crate::memory::{MemPoolId, OomCause, SegmentKind};
 use crate::{Error, Result, lock};
-
-pub(super) use self::memory::FillMemory;
 
 /// Out of memory is an answer, not an error of the call.
 pub(super) type OrOom<T> = std::result::Result<T, OomCause>;

@@ -1,8 +1,8 @@
 //! Taking free pages from heaps: this one's, and others', whose work the request's stream then waits for (`order.rs`).
 
 use super::Fill;
-use super::memory::TakeLists;
 use crate::memory::Action;
+use crate::memory::paged::fill_memory::TakeLists;
 use crate::memory::paged::heap::{FreeBlock, Heap};
 use crate::memory::paged::old_mappings;
 use crate::memory::paged::page_sizes::PageSizes;

@@ -3,6 +3,7 @@
 use super::Fill;
 use crate::Result;
 use crate::memory::Action;
+use crate::memory::paged::fill_memory::InHeap;
 use crate::memory::paged::pages::PageId;
 use crate::memory::paged::pools::Takeable;
 use crate::memory::paged::slot::{Mapping, PagePart, Slot};
@@ -117,12 +118,4 @@ impl Fill<'_> {
         }
         taken
     }
-}
-
-/// A page that belongs to a heap.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct InHeap {
-    heap: u32,
-    home: Slot,
-    page: PageId,
 }

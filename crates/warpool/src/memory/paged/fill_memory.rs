@@ -1,13 +1,12 @@
-//! What a request for pages works with. Kept from one to the next: allocating it took a tenth of such a request.
+//! What a request for pages (`fill/`) works with. Kept from one to the next: allocating it took a tenth of such a request.
 
-use super::take_back::InHeap;
-use crate::memory::paged::heap::{FreeBlock, FreeRuns};
-use crate::memory::paged::page_set::PageSet;
-use crate::memory::paged::pages::{PageId, Slot};
-use crate::memory::paged::window::Search;
+use super::heap::{FreeBlock, FreeRuns};
+use super::page_set::{PageId, PageSet};
+use super::slot::Slot;
+use super::window::Search;
 
 #[derive(Debug, Default)]
-pub(in crate::memory::paged) struct FillMemory {
+pub(super) struct FillMemory {
     pub(super) search: Search,
     /// Where the window may be.
     pub(super) runs: FreeRuns,
@@ -31,4 +30,12 @@ pub(super) struct TakeLists {
     pub(super) pages: Vec<(Slot, PageId)>,
     /// Those of them that are taken.
     pub(super) taken: Vec<(Slot, PageId)>,
+}
+
+/// A page that belongs to a heap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct InHeap {
+    pub(super) heap: u32,
+    pub(super) home: Slot,
+    pub(super) page: PageId,
 }
