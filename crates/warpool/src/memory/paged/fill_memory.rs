@@ -1,4 +1,4 @@
-//! What a request for pages (`fill/`) works with. Kept from one to the next: allocating it took a tenth of such a request.
+//! What a request for pages (`fill/`) works with. Kept from one to the next: allocating it took a tenth of a request.
 
 use super::heap::{FreeBlock, FreeRuns};
 use super::page_set::{PageId, PageSet};
