@@ -129,7 +129,7 @@ impl Stream {
         Some(Epoch { timeline: self.timeline, seq: self.queue[index].seq })
     }
 
-    /// Whether nothing is queued in it, and what is would start at once, unless it waits for others.
+    /// Whether nothing is queued or runs in it, and it is not paused.
     pub(super) fn is_idle(&self) -> bool {
         self.queue.is_empty() && !self.running && !self.is_paused()
     }

@@ -124,7 +124,7 @@ impl Chunks {
         takeable.for_each(|page| {
             let page = table.page(page);
             if page.mapped.len() == 1 && page.home.is_some() {
-                // Only there.
+                // It is mapped only where it belongs.
                 return;
             }
             for &slot in &page.mapped {
