@@ -4,8 +4,9 @@ usage: suite.py FILE [--class NAME ...] [--mode native backend:native backend:pa
 
 FILE is one of PyTorch's test files, of the version of PyTorch that is installed (test/test_cuda.py of the 2.11 branch).
 Every mode runs in `--jobs` processes of its own, each of which has its part of the tests and is started again behind a
-test that crashed, hung (`--limit` seconds) or broke the device. `--together` runs all modes at the same time. `--known`
-is a file of an earlier run with PyTorch's allocator, so that it need not run again.
+test that crashed, hung (`--limit` seconds) or broke the device. `--together` runs all modes at the same time; tests
+that look at the device's free memory may fail then, and can be run again with `--only`. `--known` is a file of an
+earlier run with PyTorch's allocator, so that it need not run again.
 
 `--set SETTINGS` changes the allocator's settings at run time, before the tests, through PyTorch's own function.
 Processes that tests spawn use the allocator of the process that starts them; with `--others-native` PyTorch's.
@@ -43,7 +44,7 @@ EXPECTED = {
     }
 }
 # After these the device of the process does not work any more.
-BROKEN = ("illegal memory access", "device-side assert", "unspecified launch")
+BROKEN = ("illegal memory access", "illegal instruction", "device-side assert", "unspecified launch")
 # The mode of processes that tests spawn: they import this file again.
 SPAWNED = "WARPOOL_TEST_SPAWNED_MODE"
 
@@ -116,6 +117,8 @@ def _flat(suite: Any) -> Iterator[Any]:
 
 def _chosen(test: Any, options: argparse.Namespace) -> bool:
     name = test.id().rpartition(".")[2]
+    if options.only and name not in options.only:
+        return False
     return (not options.classes or type(test).__name__ in options.classes) and name not in options.without
 
 
@@ -193,7 +196,7 @@ def known(path: Optional[Path]) -> Dict[str, str]:
 
 def compare(native: Dict[str, str], found: Dict[str, Dict[str, str]], options: argparse.Namespace) -> int:
     """One line per test that passes with PyTorch's allocator alone, one per mode. How many were not expected to."""
-    passing = [test for test, state in native.items() if state == "passed" and _of(test, options.classes)]
+    passing = [test for test, state in native.items() if state == "passed" and _of(test, options)]
     unexpected = 0
     for mode, states in found.items():
         for test in passing:
@@ -210,6 +213,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file")
     parser.add_argument("--class", dest="classes", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEST", help="these tests only")
     parser.add_argument("--without", nargs="+", default=[], metavar="TEST", help="tests that are left out")
     parser.add_argument("--mode", nargs="+", default=["native", "backend:native", "backend:paged"])
     parser.add_argument("--set", default="", metavar="SETTINGS", help="settings that are changed at run time")
@@ -246,8 +250,9 @@ def main() -> int:
     return 1 if compare(native, found, options) else 0
 
 
-def _of(test: str, classes: List[str]) -> bool:
-    return not classes or test.partition(".")[0] in classes
+def _of(test: str, options: argparse.Namespace) -> bool:
+    of_class, _, name = test.partition(".")
+    return (not options.classes or of_class in options.classes) and (not options.only or name in options.only)
 
 
 if __name__ == "__main__":
