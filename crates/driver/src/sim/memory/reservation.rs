@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
+use smallvec::{SmallVec, smallvec};
+
 use super::backing::BackingId;
 use super::remaps::MappingNumber;
 use crate::sim::refuse::refuse;
@@ -13,7 +15,7 @@ use crate::{DeviceAccess, ErrorCode, Result};
 pub struct Mapping {
     pub bytes: u64,
     pub backing: BackingId,
-    pub access: Vec<DeviceAccess>,
+    pub access: SmallVec<[DeviceAccess; 2]>,
     /// The number of the last call that unmapped something from these addresses; 0 if none has. Work queued before it
     /// was meant for what was mapped then.
     pub unmapped_at: u64,
@@ -49,12 +51,12 @@ impl Reservation {
     }
 
     /// Removes the mappings in `[start, end)`; `InvalidValue` if the range divides one.
-    pub fn unmap(&mut self, start: u64, end: u64) -> Result<Vec<(u64, Mapping)>> {
+    pub fn unmap(&mut self, start: u64, end: u64) -> Result<SmallVec<[(u64, Mapping); 1]>> {
         // Most often it is one mapping.
         if let Entry::Occupied(mapping) = self.mappings.entry(start)
             && start + mapping.get().bytes == end
         {
-            return Ok(vec![(start, mapping.remove())]);
+            return Ok(smallvec![(start, mapping.remove())]);
         }
         let divided =
             |at: u64| self.mappings.range(..at).next_back().is_some_and(|(first, old)| first + old.bytes > at);

@@ -1,5 +1,7 @@
 //! Reserved addresses and physical memory mapped into them.
 
+use smallvec::SmallVec;
+
 use super::address_space::Region;
 use super::quarantine::{FreedRange, Removal};
 use super::reservation::{Mapping, Reservation};
@@ -10,6 +12,9 @@ use crate::{DeviceAccess, DeviceId, DevicePtr, ErrorCode, PhysicalId, PhysicalOp
 
 /// The unit of reserved addresses.
 pub const RESERVATION_UNIT: u64 = 2 << 20;
+
+/// The sizes of mappings; often of one.
+type Sizes = SmallVec<[u64; 4]>;
 
 impl Memory {
     /// Reserves addresses.
@@ -69,7 +74,7 @@ impl Memory {
         let bytes = self.backings.get(backing).bytes;
         let unmapped_at = self.space.last_unmap(ptr.0, bytes);
         let number = self.backings.get(backing).mapping_history.next_number();
-        let mapping = Mapping { bytes, backing, access: Vec::new(), unmapped_at, number };
+        let mapping = Mapping { bytes, backing, access: SmallVec::new(), unmapped_at, number };
         self.reservation(ptr, bytes)?.map(ptr.0, mapping)?;
         self.physical.add_mapping(backing);
         self.remaps.mapped(&mut self.backings.get_mut(backing).mapping_history, bytes);
@@ -77,7 +82,7 @@ impl Memory {
     }
 
     /// Unmaps all that is mapped in a range, by call number `at`. Returns the sizes of the mappings.
-    pub fn unmap(&mut self, ptr: DevicePtr, bytes: u64, at: u64) -> Result<Vec<u64>> {
+    pub fn unmap(&mut self, ptr: DevicePtr, bytes: u64, at: u64) -> Result<Sizes> {
         let unmapped = self.reservation(ptr, bytes)?.unmap(ptr.0, ptr.0 + bytes)?;
         for (start, mapping) in &unmapped {
             let (start, bytes, removal) = (*start, mapping.bytes, Removal::Unmapped);
@@ -99,7 +104,7 @@ impl Memory {
         bytes: u64,
         access: &[DeviceAccess],
         reaches: impl Fn(&DeviceAccess, DeviceId) -> bool,
-    ) -> Result<Vec<u64>> {
+    ) -> Result<Sizes> {
         let end = ptr.0.wrapping_add(bytes);
         let Some(reservation) = self.space.reservation(ptr, bytes) else { return not_reserved(ptr, bytes) };
         let mut count = 0;
@@ -111,7 +116,7 @@ impl Memory {
                 return refuse(ErrorCode::InvalidDevice, why);
             }
         }
-        let mut sizes = Vec::with_capacity(count);
+        let mut sizes = Sizes::with_capacity(count);
         reservation.set_access(ptr.0, end, access, |mapping| {
             sizes.push(mapping.bytes);
             self.remaps.access_set(mapping.number, mapping.bytes);

@@ -1,8 +1,11 @@
 //! What a request for pages (`fill/`) works with. Kept from one to the next: allocating it took a tenth of a request.
 
+use std::ops::Range;
+
 use super::heap::{FreeBlock, FreeRuns};
 use super::page_set::{PageId, PageSet};
 use super::slot::Slot;
+use super::supply::Supply;
 use super::window::Search;
 
 #[derive(Debug, Default)]
@@ -17,9 +20,13 @@ pub(super) struct FillMemory {
     /// Those that are taken back.
     pub(super) taken_back: PageSet,
     pub(super) take_lists: TakeLists,
+    /// What the window is filled with.
+    pub(super) supply: Supply,
     /// Old mappings in the window, and where their pages belong.
     pub(super) old: Vec<(Slot, PageId)>,
     pub(super) wanted: Vec<InHeap>,
+    /// Free blocks with those pages, and which they are.
+    pub(super) wanted_in: Vec<(u32, Range<usize>)>,
 }
 
 /// For taking pages from free blocks.

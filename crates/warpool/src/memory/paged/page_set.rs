@@ -78,11 +78,11 @@ impl PageSet {
         self.words.iter_mut().zip(&others.words).for_each(|(bits, others)| *bits &= !others);
     }
 
-    /// Calls `each` with every page, in the order of their numbers.
+    /// Calls `each` with every page that is in both sets, in the order of their numbers.
     #[inline]
-    pub(super) fn for_each(&self, mut each: impl FnMut(PageId)) {
-        for (word, &bits) in (0..).zip(&self.words) {
-            let mut left = bits;
+    pub(super) fn for_each_in_both(&self, other: &Self, mut each: impl FnMut(PageId)) {
+        for (word, (bits, others)) in (0..).zip(self.words.iter().zip(&other.words)) {
+            let mut left = bits & others;
             while left != 0 {
                 each(word * 64 + left.trailing_zeros());
                 left &= left - 1;
@@ -111,7 +111,7 @@ mod tests {
 
     fn listed(set: &PageSet) -> Vec<PageId> {
         let mut pages = Vec::new();
-        set.for_each(|page| pages.push(page));
+        set.for_each_in_both(set, |page| pages.push(page));
         pages
     }
 
@@ -122,6 +122,9 @@ mod tests {
         assert!(set.contains(64) && !set.contains(65) && !set.contains(1000));
         assert!(set.remove(64) && !set.remove(64) && !set.remove(1000));
         assert_eq!(listed(&set), [3, 63, 130]);
+        let mut both = Vec::new();
+        set.for_each_in_both(&[63, 64, 1000].into_iter().collect(), |page| both.push(page));
+        assert_eq!(both, [63]);
     }
 
     #[test]

@@ -86,6 +86,8 @@ pub(super) struct PageTable {
     /// By number; the first [`FIRST_PAGE`] are none.
     pages: Vec<Option<Page>>,
     unused: Vec<PageId>,
+    /// Those with old mappings.
+    with_old: PageSet,
     /// How many pages there are of 1, 2 and 4 slots.
     count_by_slots: [usize; 3],
     ranges: Vec<RangeMap>,
@@ -151,6 +153,7 @@ impl PageTable {
             page_sizes: PageSizes::default(),
             pages: (0..FIRST_PAGE).map(|_| None).collect(),
             unused: Vec::new(),
+            with_old: PageSet::default(),
             count_by_slots: [0; 3],
             ranges: Vec::new(),
             unused_ranges: Vec::new(),
@@ -311,6 +314,7 @@ impl PageTable {
         debug_assert!((slot.index..slot.index + slots).all(is_unmapped), "something is mapped at {slot:?}");
         self.set_slots(slot, slots, |part| Mapping::Page(PagePart::new(id, part, slots)));
         self.page_mut(id).mapped.push(slot);
+        self.note_old(id);
         self.totals.mapped += 1;
     }
 
@@ -362,6 +366,22 @@ impl PageTable {
         self.fill_slots(slot, slots, with);
         self.old.retain(|&old| old != (id, slot));
         self.page_mut(id).mapped.retain(|&other| other != slot);
+        self.note_old(id);
+    }
+
+    /// Where a page is mapped or belongs has changed.
+    fn note_old(&mut self, id: PageId) {
+        let page = self.page(id);
+        if page.mapped.len() > usize::from(page.home.is_some()) {
+            self.with_old.insert(id);
+        } else {
+            self.with_old.remove(id);
+        }
+    }
+
+    /// The pages with old mappings.
+    pub(super) fn with_old(&self) -> &PageSet {
+        &self.with_old
     }
 
     /// A page at a slot, as it counts in the statistics.
@@ -400,6 +420,7 @@ impl PageTable {
             self.slots_mut(before, slots).iter_mut().for_each(|state| state.set_taken(taken));
         }
         self.page_mut(id).home = home;
+        self.note_old(id);
         if let Some(slot) = home {
             self.slots_mut(slot, slots).iter_mut().for_each(SlotState::set_home);
             let home = self.home_of(id, slot);
@@ -677,6 +698,8 @@ impl PageTable {
     pub(super) fn check(&self) {
         let mut bytes = 0;
         for (id, page) in (0..).zip(&self.pages) {
+            let has_old = |page: &Page| page.mapped.iter().any(|&slot| page.home != Some(slot));
+            assert_eq!(self.with_old.contains(id), page.as_ref().is_some_and(has_old), "old mappings of page {id}");
             let Some(page) = page else { continue };
             bytes += u64::from(page.slots) * self.slot_bytes;
             assert!(page.home.is_none_or(|home| page.is_mapped_at(home)), "page {id} is mapped where it belongs");

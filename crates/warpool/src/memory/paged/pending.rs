@@ -2,15 +2,15 @@
 
 use std::sync::atomic::Ordering;
 
-use warpool_driver::StreamId;
+use warpool_driver::{DeviceId, StreamId};
 
 use super::biased_lock::BiasedGuard;
 use super::device::{BlockRef, PagedDevice};
 use super::heap::Heap;
 use crate::capture::CaptureStatus;
-use crate::memory::Action;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
+use crate::memory::{Action, MemPoolId};
 use crate::{Instance, Result};
 
 /// The pending frees of one device, on behalf of one call.
@@ -32,6 +32,11 @@ impl FenceOwner for PendingFrees<'_> {
 
     fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
         self.device.capture_status(stream)
+    }
+
+    fn device_of(&self, stream: StreamId) -> Option<DeviceId> {
+        // Heaps are made only for streams of this device.
+        self.device.existing_heap(stream, MemPoolId::DEFAULT).map(|_| self.device.id)
     }
 
     fn capture_guard(&self) -> Result<impl Sized> {

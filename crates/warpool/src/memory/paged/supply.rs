@@ -19,7 +19,7 @@ pub(super) struct Supplied {
 }
 
 /// Pages that were got for a window, and the slots that still need some.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Supply {
     gaps: Vec<Gap>,
     pub(super) pages: Vec<Supplied>,
@@ -29,18 +29,20 @@ pub(super) struct Supply {
 }
 
 impl Supply {
-    /// For these slots, which are sorted.
-    pub(super) fn new(slots: impl Iterator<Item = Slot>) -> Self {
-        let mut gaps: Vec<Gap> = Vec::new();
+    /// Begins anew, for these slots, which are sorted.
+    pub(super) fn begin(&mut self, slots: impl Iterator<Item = Slot>) {
+        let Self { gaps, pages, created, slots_needed } = self;
+        gaps.clear();
+        pages.clear();
+        created.clear();
+        *slots_needed = 0;
         for slot in slots {
+            *slots_needed += 1;
             match gaps.last_mut() {
                 Some(gap) if gap.first.index + gap.slots == slot.index => gap.slots += 1,
                 _ => gaps.push(Gap { first: slot, slots: 1 }),
             }
         }
-        let slots_needed = gaps.iter().map(|gap| gap.slots).sum();
-        let pages = Vec::with_capacity(slots_needed as usize);
-        Self { gaps, pages, created: Vec::new(), slots_needed }
     }
 
     /// How many slots the next page may have; 0 if none is needed.

@@ -42,7 +42,7 @@ pub(crate) fn fence<O: FenceOwner>(owner: &O, key: O::Key) -> Result<()> {
 struct Fencing<'a, O: FenceOwner> {
     owner: &'a O,
     key: O::Key,
-    streams: std::vec::IntoIter<StreamId>,
+    streams: smallvec::IntoIter<[StreamId; 2]>,
     done: u32,
     left: Vec<StreamId>,
 }

@@ -1,6 +1,6 @@
 //! What an allocator provides: where a block's uses and the fences are, and under which lock.
 
-use warpool_driver::StreamId;
+use warpool_driver::{DeviceId, StreamId};
 
 use super::queues::{Fence, StreamFences};
 use super::uses::StreamUses;
@@ -23,6 +23,12 @@ pub(crate) trait FenceOwner {
     /// while there is none.
     fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
         CaptureStatus::of(&**self.instance().driver(), stream)
+    }
+
+    /// The device of a stream, if it is known without a driver call.
+    fn device_of(&self, stream: StreamId) -> Option<DeviceId> {
+        let _ = stream;
+        None
     }
 
     /// While the result is held, queries and waits of the calling thread invalidate no capture of another stream.

@@ -1,10 +1,10 @@
 //! Events behind a stream's work, and waiting for it, without a block.
 
-use warpool_driver::{DeviceId, ErrorCode, EventScope, StreamId};
+use warpool_driver::{ErrorCode, EventScope, StreamId};
 
 use super::owner::FenceOwner;
 use crate::capture::CaptureStatus;
-use crate::{Device, Instance, PooledEvent, Result};
+use crate::{Device, Error, Instance, PooledEvent, Result};
 
 /// Result of [`record`].
 pub(crate) enum Recorded {
@@ -25,16 +25,19 @@ pub(crate) fn record(owner: &impl FenceOwner, stream: StreamId) -> Result<Record
             return Ok(Recorded::CaptureActive);
         }
     }
-    match owner.instance().driver().stream_handle(stream) {
-        Ok(handle) => record_on(owner, handle.device, stream),
-        Err(error) if error.code == ErrorCode::InvalidHandle => record_destroyed(owner),
-        Err(error) => Err(error.into()),
+    match record_on(owner, stream) {
+        Err(Error::Driver(error)) if error.code == ErrorCode::InvalidHandle => record_destroyed(owner),
+        recorded => recorded,
     }
 }
 
-/// Records an event behind the work of a stream of that device, which did not capture a moment ago.
-fn record_on(owner: &impl FenceOwner, device: DeviceId, stream: StreamId) -> Result<Recorded> {
+/// Records an event behind the work of a stream that did not capture a moment ago; `InvalidHandle` if it is destroyed.
+fn record_on(owner: &impl FenceOwner, stream: StreamId) -> Result<Recorded> {
     let driver = owner.instance().driver();
+    let device = match owner.device_of(stream) {
+        Some(device) => device,
+        None => driver.stream_handle(stream)?.device,
+    };
     let mut event = Device::from_id(owner.instance(), device).event_pool().take()?;
     driver.event_record(event.id(), stream, EventScope::Plain)?;
     let status = owner.capture_status(stream);
@@ -52,10 +55,11 @@ pub(crate) fn record_bystander(owner: &impl FenceOwner, stream: StreamId) -> Res
     if owner.capture_status(stream)? != CaptureStatus::NotCapturing {
         return Ok(None);
     }
-    let Ok(handle) = owner.instance().driver().stream_handle(stream) else { return Ok(None) };
-    match record_on(owner, handle.device, stream)? {
-        Recorded::Fenced(event) => Ok(Some(event)),
-        Recorded::AlreadyDone | Recorded::CaptureActive => Ok(None),
+    match record_on(owner, stream) {
+        Ok(Recorded::Fenced(event)) => Ok(Some(event)),
+        Ok(Recorded::AlreadyDone | Recorded::CaptureActive) => Ok(None),
+        Err(Error::Driver(error)) if error.code == ErrorCode::InvalidHandle => Ok(None),
+        Err(error) => Err(error),
     }
 }
 

@@ -1,14 +1,18 @@
 //! The streams that use one block. Whether they have passed is in `queues.rs`, under another lock.
 
 use rustc_hash::FxHashSet;
+use smallvec::SmallVec;
 use warpool_driver::StreamId;
+
+/// Mostly one stream uses a block beside its own.
+pub(super) type Streams = SmallVec<[StreamId; 2]>;
 
 /// The streams that use a block beside its own, and the progress of its free. Kept with the block, under its owner's
 /// lock.
 #[derive(Debug, Default)]
 pub(crate) struct StreamUses {
     /// Streams without a fence yet.
-    streams: Vec<StreamId>,
+    streams: Streams,
     /// Incomplete fences, plus one while a thread is recording fences, so that the block is not reclaimed meanwhile.
     outstanding: u32,
     freed: bool,
@@ -30,7 +34,7 @@ pub(super) enum AfterFencing {
 impl StreamUses {
     /// Streams that used the block.
     pub(crate) fn of(streams: Vec<StreamId>) -> Self {
-        Self { streams, ..Self::default() }
+        Self { streams: streams.into(), ..Self::default() }
     }
 
     /// Records that `stream` uses the block. A use that is added while a fence for the same stream is being recorded is
@@ -83,7 +87,7 @@ impl StreamUses {
 
     /// The streams to record fences in, each counted as outstanding from here on. `None` if the block is not freed: it
     /// was reclaimed by another thread, and may be allocated again.
-    pub(super) fn begin_fencing(&mut self) -> Option<Vec<StreamId>> {
+    pub(super) fn begin_fencing(&mut self) -> Option<Streams> {
         if !self.freed {
             return None;
         }

@@ -44,9 +44,9 @@ impl Fill<'_> {
     }
 
     /// Maps pages. Those that could not be mapped go back to where they were.
-    pub(super) fn map(&mut self, mut pages: Vec<Supplied>) -> Result<()> {
+    pub(super) fn map(&mut self, pages: &mut [Supplied]) -> Result<()> {
         pages.sort_unstable_by_key(|supplied| supplied.to);
-        let mut rest = pages.as_slice();
+        let mut rest = &*pages;
         let mut outcome = Ok(());
         while let Some(first) = rest.first()
             && outcome.is_ok()

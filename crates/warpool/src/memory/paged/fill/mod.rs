@@ -234,23 +234,29 @@ impl Fill<'_> {
 
     /// Puts pages behind every slot of the window.
     fn fill(&mut self, window: Window) -> Result<OrUnfilled> {
-        let mut supply = Supply::new(self.slots(window).filter(|&slot| self.table.own_page(slot).is_none()));
+        let mut supply = std::mem::take(&mut self.memory.supply);
+        supply.begin(self.slots(window).filter(|&slot| self.table.own_page(slot).is_none()));
+        let outcome = self.fill_gaps(&mut supply);
+        self.memory.supply = supply;
+        outcome
+    }
+
+    fn fill_gaps(&mut self, supply: &mut Supply) -> Result<OrUnfilled> {
         if !self.request.on_oom {
-            self.take_spare(&mut supply, 1);
+            self.take_spare(supply, 1);
         }
-        let first = if self.may_grow_first(&supply) { self.grow(&mut supply).map(drop) } else { Ok(()) };
-        let taken = first.and_then(|()| self.take(&mut supply));
-        let obtained = taken.and_then(|()| self.obtain_rest(&mut supply));
+        let first = if self.may_grow_first(supply) { self.grow(supply).map(drop) } else { Ok(()) };
+        let taken = first.and_then(|()| self.take(supply));
+        let obtained = taken.and_then(|()| self.obtain_rest(supply));
         if let Ok(Ok(())) = obtained {
             if supply.pages.iter().any(|supplied| supplied.from.is_some()) {
                 self.record_takes();
             }
-            self.map(supply.pages)?;
+            self.map(&mut supply.pages)?;
         } else {
             // What was got for nothing goes back, so that a failed request changes nothing.
-            let Supply { pages, created, .. } = supply;
-            pages.into_iter().for_each(|supplied| self.put_back(supplied.page, supplied.from));
-            created.into_iter().for_each(|page| self.release_new(page));
+            supply.pages.iter().for_each(|supplied| self.put_back(supplied.page, supplied.from));
+            supply.created.iter().for_each(|&page| self.release_new(page));
         }
         obtained
     }

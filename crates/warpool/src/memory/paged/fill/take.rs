@@ -69,7 +69,7 @@ impl Fill<'_> {
     fn free_bytes(&self, number: u32) -> u64 {
         let mut heap = self.device.heaps.get(number).lock();
         heap.merge_recent();
-        heap.free_bytes_from(self.table.slot_bytes)
+        heap.page_sized_bytes()
     }
 
     pub(super) fn takeable(&self, number: u32) -> Takeable {

@@ -48,9 +48,10 @@ impl Fill<'_> {
         wanted.sort_unstable();
         wanted.dedup();
         let mut outcome = Ok(());
+        let mut from = std::mem::take(&mut self.memory.take_lists.taken);
         for wanted in wanted.chunk_by(|a, b| a.heap == b.heap) {
             let number = wanted[0].heap;
-            let from = self.take_wanted(number, wanted);
+            self.take_wanted(number, wanted, &mut from);
             let ordered = if number == self.request.heap { Ok(true) } else { self.order_after_heap(number) };
             if matches!(ordered, Ok(true)) {
                 if number != self.request.heap && !from.is_empty() {
@@ -58,10 +59,11 @@ impl Fill<'_> {
                 }
                 self.memory.taken_back.extend(from.iter().map(|&(_, page)| page));
             } else {
-                from.into_iter().for_each(|(slot, page)| self.put_back(page, Some(slot)));
+                from.iter().for_each(|&(slot, page)| self.put_back(page, Some(slot)));
                 outcome = outcome.and(ordered.map(drop));
             }
         }
+        self.memory.take_lists.taken = from;
         self.memory.wanted = wanted;
         let heap = self.cell.lock();
         for &(slot, page) in old {
@@ -77,15 +79,16 @@ impl Fill<'_> {
 
     /// Finds the old mappings that are wholly in the window: slots and pages.
     fn find_old_in(&self, window: Window, found: &mut Vec<(Slot, PageId)>) {
-        let behind = self.slots(window).last().map_or(0, |slot| slot.index + 1);
-        let old = |slot: Slot| match self.table.mapping(slot) {
+        let [first, last] = [window.start, window.end - 1].map(|addr| self.table.slot_index(window.range, addr));
+        let (used, behind) = (self.table.slots(window.range), last + 1);
+        let used = used.get(first as usize..used.len().min(behind as usize)).unwrap_or_default();
+        found.clear();
+        found.extend((first..).zip(used).filter_map(|(index, state)| match state.mapping() {
             Mapping::Page(PagePart { page, part: 0, slots, is_home: false }) => {
-                (slot.index + u32::from(slots) <= behind).then_some((slot, page))
+                (index + u32::from(slots) <= behind).then_some((Slot { range: window.range, index }, page))
             }
             _ => None,
-        };
-        found.clear();
-        found.extend(self.slots(window).filter_map(old));
+        }));
     }
 
     /// Where a page belongs; `None` if nowhere.
@@ -95,9 +98,10 @@ impl Fill<'_> {
     }
 
     /// Takes those of the wanted pages that are in free blocks of a heap. They are sorted.
-    fn take_wanted(&mut self, number: u32, wanted: &[InHeap]) -> Vec<(Slot, PageId)> {
+    fn take_wanted(&mut self, number: u32, wanted: &[InHeap], taken: &mut Vec<(Slot, PageId)>) {
         let mut heap = self.device.heaps.get(number).lock();
-        let mut found = Vec::new();
+        let mut found = std::mem::take(&mut self.memory.wanted_in);
+        found.clear();
         heap.free_blocks_from(self.table.slot_bytes, |block| {
             let slots = self.table.whole_slots_in(&heap, block);
             let first = wanted.partition_point(|wanted| wanted.home < slots.start);
@@ -110,12 +114,12 @@ impl Fill<'_> {
                 found.push((block, first..first + count));
             }
         });
-        let mut taken = Vec::with_capacity(wanted.len());
-        for (block, pages) in found {
+        taken.clear();
+        for (block, pages) in &found {
             let before = taken.len();
-            taken.extend(wanted[pages].iter().map(|wanted| (wanted.home, wanted.page)));
-            self.take_pages(&mut heap, block, &taken[before..]);
+            taken.extend(wanted[pages.clone()].iter().map(|wanted| (wanted.home, wanted.page)));
+            self.take_pages(&mut heap, *block, &taken[before..]);
         }
-        taken
+        self.memory.wanted_in = found;
     }
 }

@@ -48,6 +48,8 @@ pub(in crate::memory::paged) struct Hole {
 pub(in crate::memory::paged) struct FreeRun {
     pub(in crate::memory::paged) start: u64,
     pub(in crate::memory::paged) end: u64,
+    /// What of it is free blocks.
+    pub(in crate::memory::paged) free_bytes: u64,
     /// Its holes, of those of all runs.
     holes: Range<usize>,
     /// Its first block.
@@ -255,6 +257,10 @@ impl Area {
         Some(range.starts.get(addr.checked_sub(range.base)?))
     }
 
+    pub(super) fn page_sized_bytes(&self) -> u64 {
+        self.bins.page_sized_bytes()
+    }
+
     pub(super) fn free_at_least<'a>(&'a self, blocks: &'a Blocks, bytes: u64) -> impl Iterator<Item = u32> + 'a {
         self.bins.at_least(blocks, bytes.div_ceil(GRAIN))
     }
@@ -340,29 +346,32 @@ impl Area {
 
     /// Finds the runs of free addresses with at least one hole, of at least `bytes` in total.
     pub(super) fn find_free_runs(&self, blocks: &Blocks, bytes: u64, runs: &mut FreeRuns) {
-        let is_free = |id: u32| matches!(blocks.get(id).state, State::Free | State::Hole);
         let mut seen = 0;
         runs.clear();
-        for (&addr, &hole) in &self.holes {
+        for (&addr, &id) in &self.holes {
             if addr < seen {
                 continue;
             }
-            let before = blocks.get(hole).prev;
-            let first = if is_free(before) { before } else { hole };
-            let (start, holes_before) = (blocks.get(first).addr, runs.holes.len());
-            let mut id = first;
-            while is_free(id) {
-                let block = blocks.get(id);
+            let hole = blocks.get(id);
+            let before = blocks.get(hole.prev);
+            let (first, start) = if before.state == State::Free { (hole.prev, before.addr) } else { (id, addr) };
+            let (mut free_bytes, holes_before) = (addr - start, runs.holes.len());
+            // Holes and free blocks alternate: neighbours of one kind are merged.
+            let mut block = hole;
+            while block.state == State::Hole {
                 seen = block.end();
-                if block.state == State::Hole {
-                    runs.holes.push(Hole { start: block.addr, end: block.end() });
+                runs.holes.push(Hole { start: block.addr, end: seen });
+                block = blocks.get(block.next);
+                if block.state == State::Free {
+                    seen = block.end();
+                    free_bytes += block.bytes;
+                    block = blocks.get(block.next);
                 }
-                id = block.next;
             }
             if seen - start >= bytes {
                 let holes = holes_before..runs.holes.len();
-                let range = self.ranges[blocks.get(hole).range as usize].number;
-                runs.runs.push(FreeRun { start, end: seen, holes, first, range });
+                let range = self.ranges[hole.range as usize].number;
+                runs.runs.push(FreeRun { start, end: seen, free_bytes, holes, first, range });
             } else {
                 runs.holes.truncate(holes_before);
             }

@@ -379,10 +379,9 @@ impl Heap {
         self.areas.iter().any(|area| area.free_at_least(&self.blocks, bytes).next().is_some())
     }
 
-    /// The sum of the free blocks of at least `slot` bytes.
-    pub(super) fn free_bytes_from(&self, slot: u64) -> u64 {
-        let of = |area: &Area| area.free_at_least(&self.blocks, slot).map(|id| self.blocks.get(id).bytes).sum::<u64>();
-        self.areas.iter().map(of).sum()
+    /// The sum of the free blocks that a page may fit into.
+    pub(super) fn page_sized_bytes(&self) -> u64 {
+        self.areas.iter().map(Area::page_sized_bytes).sum()
     }
 
     /// Finds the runs of free addresses that could hold `bytes` if pages were mapped in their holes.

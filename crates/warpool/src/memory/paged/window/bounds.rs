@@ -1,7 +1,5 @@
 //! What windows in a run of free addresses need at least, without sums over its slots: most runs then need none.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
 use std::ops::Range;
 
 use super::Wanted;
@@ -11,6 +9,13 @@ use crate::memory::paged::slot::{MappedByChunk, Slot};
 
 /// Driver calls, pages, and an address: no window of a run has less, in this order.
 pub(super) type Least = (u32, u32, u64);
+
+/// A [`Least`] in one number: which of two is less cannot be predicted, and so it takes no branch.
+type Packed = u128;
+
+fn packed((calls, pages, addr): Least) -> Packed {
+    Packed::from(calls) << 96 | Packed::from(pages) << 64 | Packed::from(addr)
+}
 
 /// So many runs are looked at before more is found out about the others. In tests there are few.
 const LOOKED_AT_FIRST: usize = if cfg!(test) { 1 } else { 2 };
@@ -26,22 +31,22 @@ pub(super) struct Bounds<'a> {
 #[derive(Debug, Default)]
 pub(super) struct BoundsMemory {
     /// What each run needs at least, and its position among all runs.
-    left: BinaryHeap<Reverse<(Least, usize)>>,
+    left: Vec<(Packed, usize)>,
     chunks: Chunks,
 }
 
 impl<'a> Bounds<'a> {
     pub(super) fn new(wanted: Wanted<'a>, memory: &'a mut BoundsMemory) -> Self {
-        let least = |run: &FreeRun| (0, least_pages(wanted, run), run.start);
+        let least = |run: &FreeRun| packed((0, least_pages(wanted, run), run.start));
         memory.left.clear();
-        memory.left.extend(wanted.runs.iter().map(least).zip(0..).map(Reverse));
+        memory.left.extend(wanted.runs.iter().map(least).zip(0..));
         Self { wanted, memory, looked_at: 0 }
     }
 
     /// Nothing is known of the runs: all are looked at.
     pub(super) fn unknown(wanted: Wanted<'a>, memory: &'a mut BoundsMemory) -> Self {
         memory.left.clear();
-        memory.left.extend((0..wanted.runs.len()).map(|position| Reverse(((0, 0, 0), position))));
+        memory.left.extend((0..wanted.runs.len()).map(|position| (0, position)));
         Self { wanted, memory, looked_at: 0 }
     }
 
@@ -52,8 +57,10 @@ impl<'a> Bounds<'a> {
             self.raise();
         }
         self.looked_at += 1;
-        let Reverse((least, position)) = self.memory.left.pop()?;
-        best.is_none_or(|best| least < best).then(|| self.wanted.runs.get(position))
+        let left = &mut self.memory.left;
+        let first = (0..left.len()).min_by_key(|&at| left[at])?;
+        let (least, position) = left.swap_remove(first);
+        best.is_none_or(|best| least < packed(best)).then(|| self.wanted.runs.get(position))
     }
 
     /// Finds out how many driver calls windows of the runs need at least.
@@ -61,20 +68,18 @@ impl<'a> Bounds<'a> {
         let Wanted { table, runs, .. } = self.wanted;
         let BoundsMemory { left, chunks } = self.memory;
         chunks.count(self.wanted);
-        let mut runs_left = std::mem::take(left).into_vec();
-        for Reverse(((calls, pages, _), position)) in &mut runs_left {
+        for (least, position) in left {
             let run = runs.get(*position);
             let [first, last] = [run.start, run.end - 1].map(|addr| table.slot_index(run.range, addr));
-            *calls = chunks.least_calls(run.range, first, last, *pages);
+            let pages = least_pages(self.wanted, run);
+            *least = packed((chunks.least_calls(run.range, first, last, pages), pages, run.start));
         }
-        *left = runs_left.into();
     }
 }
 
 /// No window of the run needs fewer pages: as many slots as it has outside of its holes have one.
 fn least_pages(wanted: Wanted<'_>, run: &FreeRun) -> u32 {
-    let holes: u64 = wanted.runs.holes_of(run).iter().map(|hole| hole.end - hole.start).sum();
-    let in_holes = wanted.bytes.saturating_sub(run.end - run.start - holes);
+    let in_holes = wanted.bytes.saturating_sub(run.free_bytes);
     u32::try_from(in_holes.div_ceil(wanted.table.slot_bytes)).unwrap_or(u32::MAX)
 }
 
@@ -121,12 +126,8 @@ impl Chunks {
         let last = all.len() as u32;
         all.push(Chunk::default());
         of_range.iter_mut().filter(|of_range| of_range.end == 0).for_each(|of_range| *of_range = last..last);
-        takeable.for_each(|page| {
+        takeable.for_each_in_both(table.with_old(), |page| {
             let page = table.page(page);
-            if page.mapped.len() == 1 && page.home.is_some() {
-                // It is mapped only where it belongs.
-                return;
-            }
             for &slot in &page.mapped {
                 self.at(slot).takeable += page.slots;
             }

@@ -204,10 +204,10 @@ impl<'a> Costs<'a> {
         // What comes before was considered: to begin there, and to end there.
         let mut considered = [0; 2];
         for edge in self.sums.edges.iter() {
-            for boundary in [self.unit_at(edge.index), self.unit_at(edge.index + self.unit - 1)] {
+            let mut consider_at = |boundary: u32| {
                 let considered = &mut considered[usize::from(edge.rises)];
                 if boundary < *considered {
-                    continue;
+                    return;
                 }
                 *considered = boundary + 1;
                 let addr = self.base + u64::from(boundary) * self.slot;
@@ -217,7 +217,9 @@ impl<'a> Costs<'a> {
                     let candidate = Candidate { addr: addr - bytes, first: boundary - slots, last: boundary - 1 };
                     consider(candidate, &mut ending);
                 }
-            }
+            };
+            consider_at(self.unit_at(edge.index));
+            consider_at(self.unit_at(edge.index + self.unit - 1));
         }
         if end == self.run.end {
             consider(at(end - bytes), &mut ending);
