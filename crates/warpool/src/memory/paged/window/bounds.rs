@@ -25,6 +25,8 @@ pub(super) struct Bounds<'a> {
     wanted: Wanted<'a>,
     memory: &'a mut BoundsMemory,
     looked_at: usize,
+    /// Whether runs have bounds. Otherwise all are looked at.
+    has_bounds: bool,
 }
 
 /// Kept from one search to the next.
@@ -40,20 +42,20 @@ impl<'a> Bounds<'a> {
         let least = |run: &FreeRun| packed((0, least_pages(wanted, run), run.start));
         memory.left.clear();
         memory.left.extend(wanted.runs.iter().map(least).zip(0..));
-        Self { wanted, memory, looked_at: 0 }
+        Self { wanted, memory, looked_at: 0, has_bounds: true }
     }
 
     /// Nothing is known of the runs: all are looked at.
     pub(super) fn unknown(wanted: Wanted<'a>, memory: &'a mut BoundsMemory) -> Self {
         memory.left.clear();
         memory.left.extend((0..wanted.runs.len()).map(|position| (0, position)));
-        Self { wanted, memory, looked_at: 0 }
+        Self { wanted, memory, looked_at: 0, has_bounds: false }
     }
 
     /// The run that could be the best of those that are left, if it could have a window that needs less than the best
     /// so far.
     pub(super) fn next_below(&mut self, best: Option<Least>) -> Option<&'a FreeRun> {
-        if self.looked_at == LOOKED_AT_FIRST && best.is_none_or(|(calls, ..)| calls > 0) {
+        if self.has_bounds && self.looked_at == LOOKED_AT_FIRST && best.is_none_or(|(calls, ..)| calls > 0) {
             self.raise();
         }
         self.looked_at += 1;
