@@ -97,6 +97,36 @@ fn actions(context: &TestContext) -> Vec<Action> {
     context.snapshot().host_traces.unwrap().iter().map(|entry| entry.action).collect()
 }
 
+/// As with device memory: entries of a free have the stack of the allocation, or their own at the highest level.
+#[test]
+fn the_stack_level_decides_where_stacks_appear() {
+    for level in [StackLevel::Never, StackLevel::State, StackLevel::Alloc, StackLevel::All] {
+        println!("level: {level:?}");
+        let context = TestContext::new("");
+        context.pinned.record_history(Some(HistoryOptions { stacks: level, ..HistoryOptions::default() }));
+        let name_calls = |name: &'static str| {
+            let gather =
+                move || -> Option<Stack> { Some([Frame { name: name.into(), filename: "".into(), line: 1 }].into()) };
+            context.pinned.observers().set_stack_hook(Some(Arc::new(gather)));
+        };
+        name_calls("allocate");
+        let block = context.alloc(1000);
+        name_calls("free");
+        context.free(block);
+        let snapshot = context.snapshot();
+        let (entries, in_entries) = (snapshot.host_traces.as_ref().unwrap(), level >= StackLevel::Alloc);
+        assert_eq!(entries.len(), 4);
+        for entry in entries {
+            let is_free = matches!(entry.action, Action::FreeRequested | Action::FreeCompleted);
+            let name = entry.stack.map(|id| snapshot.stacks[id.0 as usize][0].name.as_str());
+            let expected = if is_free && level == StackLevel::All { "free" } else { "allocate" };
+            assert_eq!(name, in_entries.then_some(expected), "{entry:?}");
+        }
+        let segments = snapshot.host_segments.as_ref().unwrap();
+        assert!(!segments.is_empty() && segments.iter().all(|segment| segment.stack.is_some() == in_entries));
+    }
+}
+
 #[test]
 fn the_history_lists_every_step() {
     let context = TestContext::new("");

@@ -235,8 +235,6 @@ fn the_newest_entries_are_kept() {
 fn the_stack_level_decides_where_stacks_appear() {
     for level in [StackLevel::Never, StackLevel::State, StackLevel::Alloc, StackLevel::All] {
         let context = TestContext::new("");
-        // A segment from before, which has no stack.
-        let pin = context.alloc(512);
         hook(&context);
         record(&context, HistoryOptions { stacks: level, ..HistoryOptions::default() });
         let allocation = inside("the_alloc", || context.alloc(1000));
@@ -249,7 +247,10 @@ fn the_stack_level_decides_where_stacks_appear() {
         assert_eq!(alloc.stack.is_some(), level >= StackLevel::Alloc, "{level:?}");
         assert_eq!(names(&after).contains(&"the_alloc"), level >= StackLevel::Alloc, "{level:?}");
         assert_eq!(names(&after).contains(&"the_free"), level == StackLevel::All, "{level:?}");
-        context.free(pin);
+        context.trim();
+        let trace = snapshot(&context).traces.remove(0);
+        let segment_free = trace.iter().find(|entry| entry.action == Action::SegmentFree).unwrap();
+        assert_eq!(segment_free.stack.is_some(), level >= StackLevel::Alloc, "{level:?}");
         context.finish();
     }
 }

@@ -1,6 +1,7 @@
 //! The contract of [`DeviceAllocator`], checked on every allocator in [`ALLOCATORS`]. What is special to one allocator
 //! is tested elsewhere.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -11,8 +12,8 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{CaptureMode, DeviceId, DevicePtr, Driver, Pattern, PoolAttribute};
 use warpool::memory::{
     Action, Allocate, Allocation, BlockState, CachingAllocator, DeviceAllocator, DriverPoolAllocator,
-    ExternalAllocator, HistoryOptions, Limited, MemPoolId, OomCause, PagedAllocator, PluggableAllocator, RawStream,
-    Request, Settings, Snapshot, SnapshotOptions, StatByKind, Stats, Traced,
+    ExternalAllocator, Frame, HistoryOptions, Limited, MemPoolId, OomCause, PagedAllocator, PluggableAllocator,
+    RawStream, Request, Settings, Snapshot, SnapshotOptions, StackId, StackLevel, StatByKind, Stats, Traced,
 };
 use warpool::{Device, Error, Instance, Stream};
 
@@ -719,6 +720,67 @@ fn a_history_is_recorded_while_enabled() {
         round();
         assert!(context.snapshot().traces[0].is_empty());
     });
+}
+
+/// Entries of a free have the stack of the allocation, or of a later call that completes the free; their own at the
+/// highest level alone. Below, blocks have a stack while they are allocated, and nothing else has.
+#[test]
+fn the_stack_level_decides_where_stacks_appear() {
+    for level in [StackLevel::Never, StackLevel::State, StackLevel::Alloc, StackLevel::All] {
+        println!("level: {level:?}");
+        each_by_default(|context| {
+            let (stream, user) = (context.stream(), context.stream());
+            context.allocator.observers().set_stack_hook(Some(Arc::new(|| {
+                let name = CALL.get().to_owned();
+                Some([Frame { name, filename: "main.rs".into(), line: 1 }].into())
+            })));
+            context.allocator.record_history(Some(HistoryOptions { stacks: level, ..Default::default() })).unwrap();
+            CALL.set("allocate");
+            let (plain, used) = (context.block(3000, &stream), context.block(3 * MIB, &stream));
+            let live = context.snapshot();
+            let blocks = live.segments.iter().flat_map(|segment| &segment.blocks);
+            let allocated = blocks.filter(|block| block.state == BlockState::ActiveAllocated);
+            let with_stack = allocated.filter(|block| block.stack.is_some()).count();
+            assert_eq!(with_stack, if level == StackLevel::Never { 0 } else { 2 });
+            context.allocator.record_use(used, user.id()).unwrap();
+            CALL.set("free");
+            context.allocator.free(plain).unwrap();
+            context.allocator.free(used).unwrap();
+            // Completes what waits for the stream.
+            context.device().synchronize().unwrap();
+            CALL.set("later");
+            context.block(3000, &stream);
+            CALL.set("trim");
+            context.trim();
+
+            let in_entries = level >= StackLevel::Alloc;
+            let snapshot = context.snapshot();
+            let name_of = |id: StackId| snapshot.stacks[id.0 as usize][0].name.as_str();
+            for entry in snapshot.traces[0].iter().filter(|entry| entry.action != Action::Snapshot) {
+                // Whose memory pages were is not known when they are unmapped.
+                let may_have_none = entry.action == Action::SegmentUnmap && level == StackLevel::Alloc;
+                assert!(entry.stack.is_some() == in_entries || may_have_none, "{entry:?}");
+                let name = entry.stack.map(name_of);
+                match entry.action {
+                    Action::FreeRequested if level == StackLevel::All => assert_eq!(name, Some("free")),
+                    Action::FreeRequested if in_entries => assert_eq!(name, Some("allocate")),
+                    _ => {}
+                }
+            }
+            let frees = |action| snapshot.traces[0].iter().filter(|entry| entry.action == action).count();
+            assert_eq!((frees(Action::FreeRequested), frees(Action::FreeCompleted)), (2, 2));
+            let segments = || live.segments.iter().chain(&snapshot.segments).filter(|segment| segment.stack.is_some());
+            assert!(in_entries || segments().next().is_none(), "a segment has a stack");
+            let names: Vec<_> = snapshot.stacks.iter().map(|stack| stack[0].name.as_str()).collect();
+            assert_eq!(names.contains(&"free"), level == StackLevel::All, "{names:?}");
+            assert_eq!(names.contains(&"allocate"), in_entries, "{names:?}");
+        });
+    }
+}
+
+thread_local! {
+    /// The call that the stack hook names.
+    static CALL: Cell<&'static str> = const { Cell::new("none") };
 }
 
 #[test]

@@ -318,7 +318,7 @@ impl Shared {
 
     /// First half of a free that is not the hot path. Returns whether the block must wait.
     fn begin_free(&self, block: &PinnedBlock, details: &Details) -> bool {
-        self.history.record(Action::FreeRequested, block.ptr(), block.requested(), details);
+        self.history.record_free(Action::FreeRequested, block, details);
         let waits = block.flags() & USED != 0;
         if waits {
             block.set_state(PinnedState::PendingFree);

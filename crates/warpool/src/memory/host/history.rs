@@ -12,10 +12,11 @@ use std::thread;
 
 use warpool_driver::{DeviceId, Driver, discard_panic};
 
+use super::block::PinnedBlock;
 use crate::lock;
 use crate::memory::report::StackIds;
 use crate::memory::report::{EntryDetails, HistoryFlags, HistoryRecorder};
-use crate::memory::{Action, HistoryEntry, HistoryOptions, MemPoolId, Observers, Snapshot, StackLevel};
+use crate::memory::{Action, HistoryEntry, HistoryOptions, MemPoolId, Observers, Snapshot, Stack, StackLevel};
 
 /// The device id of pinned memory for trackers. In snapshots it is -1.
 pub(super) const HOST: DeviceId = DeviceId(u32::MAX);
@@ -137,6 +138,21 @@ impl HostHistory {
         }
     }
 
+    /// The same for the free of a block.
+    #[inline]
+    pub(super) fn record_free(&self, action: Action, block: &PinnedBlock, details: &Details) {
+        if !details.is_off() {
+            self.record_free_now(action, block, details);
+        }
+    }
+
+    #[cold]
+    fn record_free_now(&self, action: Action, block: &PinnedBlock, details: &Details) {
+        let stack = lock(&block.usage).stack.clone();
+        let entries = self.write(action, block.ptr(), block.requested(), &details.of_free(stack.as_ref()));
+        self.notify(&entries, details);
+    }
+
     #[cold]
     fn record_now(&self, action: Action, addr: u64, size: u64, details: &Details) {
         let entries = self.write(action, addr, size, details);
@@ -151,6 +167,11 @@ impl HostHistory {
         let mut recorder = lock(&self.recorder);
         recorder.record(action, addr, size, 0, MemPoolId::DEFAULT, details);
         recorder.take_unreported()
+    }
+
+    /// The call stack for entries and segments.
+    pub(super) fn stack_of_entry(&self, details: &EntryDetails) -> Option<Stack> {
+        if details.stack.is_none() { None } else { lock(&self.recorder).stack_of_entry(details) }
     }
 
     /// Calls the trackers. No lock may be held.

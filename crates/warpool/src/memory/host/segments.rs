@@ -46,7 +46,7 @@ impl Shared {
         }
         let (range, duration) = pinned.map_err(|error| self.describe(error, quota))?;
         let entries = self.history.write(Action::SegmentAlloc, range.start(), range.bytes(), details);
-        let segment = NewSegment { serves, device, range, stack: details.stack.clone(), duration };
+        let segment = NewSegment { serves, device, range, stack: self.history.stack_of_entry(details), duration };
         let block = self.heap.add_and_take(home, segment, fit, self);
         self.history.notify(&entries, details);
         Ok(block)
@@ -128,7 +128,7 @@ impl Shared {
         match pinned {
             Ok((device, range, duration)) => {
                 let entries = self.history.write(Action::SegmentAlloc, range.start(), bytes, details);
-                let (serves, stack) = (SegmentUse::Reserve, details.stack.clone());
+                let (serves, stack) = (SegmentUse::Reserve, self.history.stack_of_entry(details));
                 self.heap.add(home, NewSegment { serves, device, range, stack, duration });
                 self.history.notify(&entries, details);
             }

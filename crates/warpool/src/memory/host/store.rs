@@ -13,7 +13,7 @@ use crate::memory::Action;
 impl Shared {
     /// Second half of a free that is not the hot path: nothing uses the block any more.
     pub(super) fn complete_free(&self, block: Arc<PinnedBlock>, details: &Details) {
-        self.history.record(Action::FreeCompleted, block.ptr(), block.requested(), details);
+        self.history.record_free(Action::FreeCompleted, &block, details);
         lock(&block.usage).stack = None;
         block.clear_flags(USED | HAS_STACK);
         if block.flags() & IN_GRAPH_POOL == 0 {

@@ -140,6 +140,8 @@ impl PagedDevice {
                     }
                 }
                 freed.push(DevicePtr(start));
+                let stack = heap.stack(id).cloned();
+                let details = &*details.of_free(stack.as_ref());
                 self.record(Action::FreeRequested, start, requested, heap, details);
                 match heap.free(id) {
                     Freed::Completed => self.record(Action::FreeCompleted, start, requested, heap, details),

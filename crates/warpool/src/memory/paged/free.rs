@@ -84,6 +84,8 @@ impl PagedDevice {
             return (Outcome::Held, None);
         }
         let (addr, requested) = (heap.block(block).addr(), heap.block(block).requested());
+        let stack = heap.stack(block).cloned();
+        let details = &*details.of_free(stack.as_ref());
         match heap.free(block) {
             Freed::Completed => {
                 self.record_free(addr, requested, heap, details);

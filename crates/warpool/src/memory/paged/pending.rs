@@ -76,8 +76,10 @@ impl<'a> PendingFrees<'a> {
     /// Reclaims a pending block of a heap, if no stream uses it any more.
     fn reclaim_in(&self, mut heap: BiasedGuard<'_, Heap>, key: BlockRef) {
         let Some((addr, requested)) = heap.pending(key.block) else { return };
+        let stack = heap.stack(key.block).cloned();
         if heap.reclaim_if_clear(key.block) {
-            self.device.record(Action::FreeCompleted, addr, requested, &heap, self.details);
+            let details = self.details.of_free(stack.as_ref());
+            self.device.record(Action::FreeCompleted, addr, requested, &heap, &details);
         }
         drop(heap);
         self.device.using(key.heap);

@@ -19,9 +19,10 @@ pub enum StackLevel {
     Never,
     /// With allocated blocks.
     State,
-    /// In entries of allocations too.
+    /// With segments and in entries too. Those of a free have the stack of the allocation, or of a later call that
+    /// completes the free.
     Alloc,
-    /// In entries of frees too.
+    /// Entries of frees have their own.
     All,
 }
 

@@ -3,6 +3,7 @@
 //!
 //! Nothing here calls user code under a lock. Without a history and trackers it costs two loads and a branch.
 
+use std::borrow::Cow;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use warpool_driver::Driver;
@@ -117,6 +118,21 @@ impl EntryDetails {
         self.tracked.is_empty() && self.stack.is_none() && self.texts.is_empty()
     }
 
+    /// The details for the entry of a free: with the stack that the memory was allocated with, if the call has none of
+    /// its own.
+    #[inline]
+    pub(crate) fn of_free(&self, allocated_with: Option<&Stack>) -> Cow<'_, Self> {
+        match allocated_with {
+            Some(stack) if self.stack.is_none() && !self.is_off() => Cow::Owned(self.with_stack(stack)),
+            _ => Cow::Borrowed(self),
+        }
+    }
+
+    #[cold]
+    fn with_stack(&self, stack: &Stack) -> Self {
+        Self { stack: Some(Stack::clone(stack)), ..self.clone() }
+    }
+
     /// With the time, if there are trackers: for actions that not every call takes.
     pub(crate) fn timed(mut self, driver: &dyn Driver) -> Self {
         if !self.tracked.is_empty() {
@@ -205,7 +221,7 @@ impl HistoryRecorder {
             return;
         }
         let time_us = details.time_us.unwrap_or(0).saturating_add(self.history.epoch_us());
-        let extras = self.extras(action, details);
+        let extras = self.extras(details);
         let entry = StoredEntry { addr, size, stream, time_us, pool, extras, action, completes: false };
         if tracked {
             self.unreported.push(entry.to_entry());
@@ -215,14 +231,16 @@ impl HistoryRecorder {
         }
     }
 
-    fn extras(&self, action: Action, details: &EntryDetails) -> Option<Box<Extras>> {
+    /// The call stack for entries and segments: blocks alone have one at lower levels.
+    pub(crate) fn stack_of_entry(&self, details: &EntryDetails) -> Option<Stack> {
+        details.stack.clone().filter(|_| self.history.stack_level() >= StackLevel::Alloc)
+    }
+
+    fn extras(&self, details: &EntryDetails) -> Option<Box<Extras>> {
         if details.stack.is_none() && details.texts.is_empty() {
             return None;
         }
-        let is_free = matches!(action, Action::FreeRequested | Action::FreeCompleted);
-        let level = if is_free { StackLevel::All } else { StackLevel::Alloc };
-        let stack = details.stack.clone().filter(|_| self.history.stack_level() >= level);
-        let texts = details.texts.clone();
+        let (stack, texts) = (self.stack_of_entry(details), details.texts.clone());
         (stack.is_some() || !texts.is_empty()).then(|| Box::new(Extras { stack, texts }))
     }
 }

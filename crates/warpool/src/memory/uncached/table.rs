@@ -14,7 +14,7 @@ use crate::memory::report::{EntryDetails, HistoryRecorder};
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{
     Action, Allocation, BlockInfo, BlockState, HistoryEntry, HistoryOptions, MemPoolId, SegmentInfo, SegmentKind,
-    Snapshot, Stack, Stats,
+    Snapshot, Stack, StackLevel, Stats,
 };
 use crate::{Error, Result};
 
@@ -241,7 +241,7 @@ impl AllocationTable {
         };
         self.stats.allocation.decrease(entry.kind(), 1);
         self.stats.allocated_bytes.decrease(entry.kind(), entry.bytes);
-        self.record_block(Action::FreeRequested, entry.requested, &entry, details);
+        self.record_block(Action::FreeRequested, entry.requested, &entry, &details.of_free(entry.stack.as_ref()));
         self.pending.insert(entry.serial, PendingFree { entry: entry.clone(), uses: None, releasing });
         if !releasing {
             self.idle.insert(entry.serial);
@@ -315,6 +315,7 @@ impl AllocationTable {
         let pending = self.pending.remove(&serial).expect("a block that is being released is pending");
         assert!(pending.releasing, "block {serial} is not being released");
         let entry = pending.entry;
+        let details = &details.of_free(entry.stack.as_ref());
         self.record_block(Action::FreeCompleted, entry.requested, &entry, details);
         self.record_block(Action::SegmentFree, entry.bytes, &entry, details);
         if entry.capture.is_some() {
@@ -462,7 +463,7 @@ impl AllocationTable {
             info.allocated_size = if state == BlockState::ActiveAllocated { entry.bytes } else { 0 };
             info.active_size = entry.bytes;
             info.requested_size = entry.requested;
-            info.stack = stack;
+            info.stack = stack.filter(|_| self.recorder.history.stack_level() >= StackLevel::Alloc);
             info.blocks[0].requested_size = entry.requested;
             info.blocks[0].stack = stack;
             infos.push(info);

@@ -20,6 +20,7 @@ mod mapping;
 mod segment;
 
 use std::collections::BTreeMap;
+use std::mem;
 
 use rustc_hash::FxHashMap;
 use slotmap::{Key, KeyData, SlotMap};
@@ -105,7 +106,7 @@ impl Heap {
 
     /// Changes the order of free blocks of one size.
     pub(super) fn set_free_block_order(&mut self, order: FreeBlockOrder) {
-        if std::mem::replace(&mut self.free_block_order, order) == order {
+        if mem::replace(&mut self.free_block_order, order) == order {
             return;
         }
         let keys: Vec<StreamBlocksKey> = self.stream_blocks.keys().collect();
@@ -548,8 +549,9 @@ impl Heap {
     /// Takes the uses of an allocated block, or of one that was freed and has no fences: the streams that used it, and
     /// those that used it while they captured.
     pub(super) fn take_uses(&mut self, key: BlockKey) -> (Vec<StreamId>, Vec<StreamId>) {
-        let extra = self.blocks[key].extra.take().unwrap_or_default();
-        (extra.uses.unfenced().to_vec(), extra.uses_in_capture)
+        let Some(extra) = &mut self.blocks[key].extra else { return Default::default() };
+        let uses = mem::take(&mut extra.uses);
+        (uses.unfenced().to_vec(), mem::take(&mut extra.uses_in_capture))
     }
 
     /// A graph holds a block, or no longer does.

@@ -331,9 +331,9 @@ impl DeviceState {
     fn request_free(&mut self, block: BlockKey, details: &EntryDetails) -> bool {
         let block = self.heap.set_pending_free(block);
         let (ptr, size, requested, segment) = (block.ptr(), block.size(), block.requested(), block.segment());
-        let in_use = block.has_uses();
+        let (in_use, stack) = (block.has_uses(), block.stack().cloned());
         self.counters.free_requested(block.kind(), size, self.policy.sizes.is_oversize(size));
-        self.record(Action::FreeRequested, ptr, requested, segment, details);
+        self.record(Action::FreeRequested, ptr, requested, segment, &details.of_free(stack.as_ref()));
         in_use
     }
 
@@ -344,10 +344,11 @@ impl DeviceState {
         let block = self.heap.block(key);
         assert!(block.status() == BlockStatus::PendingFree && !block.has_uses(), "a block in use cannot become free");
         let (ptr, size, requested, segment) = (block.ptr(), block.size(), block.requested(), block.segment());
+        let stack = block.stack().cloned();
         if block.has_extra() {
             self.heap.clear_extra(key);
         }
-        self.record(Action::FreeCompleted, ptr, requested, segment, details);
+        self.record(Action::FreeCompleted, ptr, requested, segment, &details.of_free(stack.as_ref()));
         let (merged, block) = self.heap.merge_and_free(key);
         self.counters.free_completed(size, requested, merged, block);
     }

@@ -101,7 +101,8 @@ impl DeviceState {
         details: &EntryDetails,
     ) -> BlockKey {
         let (stream, range) = ((request.stream, stream_raw), (ptr.0, request.segment));
-        let block = self.heap.add_segment(request.block_pool, stream, range, source, details.stack.clone());
+        let block =
+            self.heap.add_segment(request.block_pool, stream, range, source, self.recorder.stack_of_entry(details));
         let oversize = self.policy.sizes.is_oversize(request.segment);
         self.counters.segment_allocated(self.heap.block_pool(request.block_pool), request.segment, oversize);
         self.record(Action::SegmentAlloc, ptr.0, request.segment, self.heap.block(block).segment(), details);
@@ -131,7 +132,8 @@ impl DeviceState {
     pub(crate) fn remove_segment(&mut self, block: BlockKey, details: &EntryDetails) -> SegmentSource {
         let entry = self.heap.block(block);
         let (ptr, bytes, segment) = (entry.ptr(), entry.size(), entry.segment());
-        self.record(Action::SegmentFree, ptr, bytes, segment, details);
+        let stack = self.heap.segment(segment).stack().cloned();
+        self.record(Action::SegmentFree, ptr, bytes, segment, &details.of_free(stack.as_ref()));
         let oversize = self.policy.sizes.is_oversize(bytes);
         self.counters.segment_freed(self.heap.block_pool_of(segment), bytes, oversize);
         self.heap.remove_segment(block)
@@ -191,7 +193,13 @@ impl DeviceState {
     ) {
         let source = SegmentSource::Expandable(ExpandableSegment::new(ptr.0, chunk));
         let stream = (request.stream, stream_raw);
-        let block = self.heap.add_segment(request.block_pool, stream, (ptr.0, bytes), source, details.stack.clone());
+        let block = self.heap.add_segment(
+            request.block_pool,
+            stream,
+            (ptr.0, bytes),
+            source,
+            self.recorder.stack_of_entry(details),
+        );
         self.heap.put_unmapped(block);
     }
 
@@ -238,7 +246,8 @@ impl DeviceState {
         let segment = self.heap.block(block).segment();
         self.heap.set_unmapped(block, chunks.ptr, chunks.bytes);
         self.counters.released(self.heap.block_pool_of(segment), chunks.bytes);
-        self.record(Action::SegmentUnmap, chunks.ptr, chunks.bytes, segment, details);
+        let stack = self.heap.segment(segment).stack().cloned();
+        self.record(Action::SegmentUnmap, chunks.ptr, chunks.bytes, segment, &details.of_free(stack.as_ref()));
         segment
     }
 
