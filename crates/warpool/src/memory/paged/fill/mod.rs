@@ -7,7 +7,7 @@
 //! 3. Further pages come, in this order, from: those that belong nowhere; free blocks of this heap, the smallest first;
 //!    free blocks of other heaps, behind an event of their stream; the driver. Other heaps come before this one if one
 //!    of them has more free memory.
-//! 4. They are mapped. Where they were before, they stay mapped for a while (`pages.rs`).
+//! 4. They are mapped. Where they were before, they stay mapped for a while (`pages/`).
 //!
 //! If there are not enough, all go back to where they were. If a mapping fails midway, what was mapped so far becomes
 //! free blocks, and the rest of the window holes.

@@ -1,5 +1,5 @@
 //! The heap of one stream and pool: address ranges, divided into blocks, in an area for small blocks and one for large
-//! ones. No driver calls; which pages are behind the addresses is `pages.rs`'s part.
+//! ones. No driver calls; which pages are behind the addresses is the part of `pages/`.
 //!
 //! A range is blocks without gaps. Free blocks have pages behind all of their bytes; holes begin and end at page
 //! boundaries and have none of their own. Neighbouring free blocks are merged, neighbouring holes too. A block that

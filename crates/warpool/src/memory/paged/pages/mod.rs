@@ -5,18 +5,22 @@
 //! them: only blocks there may use it. The other mappings are *old* ones, of addresses that the page was taken from.
 //! They are kept for a while: programs repeat themselves, and a page that is taken back needs no driver call then.
 
+mod check;
+mod in_heaps;
+mod segments;
+mod takes;
+
 use std::collections::VecDeque;
 
 use rustc_hash::FxHashMap;
 use warpool_driver::PhysicalId;
 
+use self::takes::Takes;
 use super::contention::Contention;
-use super::heap::{Heap, State};
 use super::homes::{Home, HomeCounters};
 use super::page_set::PageSet;
 use super::page_sizes::PageSizes;
 use super::pools::SegmentSource;
-use crate::PooledEvent;
 use crate::memory::{SegmentKind, Stat, StatByKind};
 
 pub(super) use super::page_set::PageId;
@@ -47,34 +51,6 @@ pub(super) struct RangeMap {
     mapped: MappedByChunk,
     /// Where it comes from, if it is a segment: backed as a whole, without pages.
     segment: Option<SegmentSource>,
-}
-
-/// Which takes of pages from a heap its stream has passed: a mapping that a page was taken from may be undone then.
-/// Takes are numbered; those up to an event have the same number.
-#[derive(Debug)]
-struct Takes {
-    /// The number of takes since the last event.
-    current: u64,
-    /// Events, with the numbers of takes that they are behind.
-    recorded: VecDeque<(u64, Vec<PooledEvent>)>,
-    /// The highest number that has passed.
-    passed: u64,
-    /// Whether there were takes since the last event.
-    are_to_record: bool,
-}
-
-impl Default for Takes {
-    fn default() -> Self {
-        Self { current: 1, recorded: VecDeque::new(), passed: 0, are_to_record: false }
-    }
-}
-
-impl Takes {
-    /// All takes so far have the current number.
-    fn begin_next(&mut self) {
-        self.current += 1;
-        self.are_to_record = false;
-    }
 }
 
 /// All pages of a device.
@@ -428,156 +404,15 @@ impl PageTable {
         }
     }
 
-    /// Events were recorded behind all work that used the pages taken from a heap so far.
-    pub(super) fn takes_recorded(&mut self, heap: u32, events: Vec<PooledEvent>) {
-        let takes = self.takes.entry(heap).or_default();
-        takes.recorded.push_back((takes.current, events));
-        takes.begin_next();
-    }
-
-    /// Whether pages were taken from a heap since an event was last recorded behind the work that used them.
-    pub(super) fn has_takes_to_record(&self, heap: u32) -> bool {
-        self.takes.get(&heap).is_some_and(|takes| takes.are_to_record)
-    }
-
-    /// How many groups of events behind takes from a heap have not passed.
-    pub(super) fn takes_outstanding(&self, heap: u32) -> usize {
-        self.takes.get(&heap).map_or(0, |takes| takes.recorded.len())
-    }
-
-    /// Forgets the takes from heaps in which nothing is mapped any more, with their events.
-    pub(super) fn forget_takes(&mut self) {
-        let heaps: Vec<u32> = self.takes.keys().copied().filter(|&heap| self.is_unmapped(heap)).collect();
-        for heap in heaps {
-            self.takes.remove(&heap);
-        }
-    }
-
-    /// All work that used the pages taken from a heap so far is known to be over.
-    pub(super) fn takes_passed(&mut self, heap: u32) {
-        let takes = self.takes.entry(heap).or_default();
-        takes.recorded.clear();
-        takes.passed = takes.current;
-        takes.begin_next();
-    }
-
-    /// Whether an event is behind the work that used a page where it was taken from.
-    pub(super) fn is_take_recorded(&self, page: PageId, slot: Slot) -> bool {
-        let takes = self.takes.get(&self.range(slot.range).heap);
-        let is_mapped = self.page(page).is_mapped_at(slot);
-        takes.is_some_and(|takes| is_mapped && self.slot(slot).was_taken_before(takes.current))
-    }
-
-    /// Reads how far the stream of a heap has come. `has_passed` asks the driver.
-    pub(super) fn poll_takes<E>(
-        &mut self,
-        heap: u32,
-        has_passed: impl Fn(&PooledEvent) -> Result<bool, E>,
-    ) -> Result<(), E> {
-        let Some(takes) = self.takes.get_mut(&heap) else { return Ok(()) };
-        while let Some((number, events)) = takes.recorded.front() {
-            for event in events {
-                if !has_passed(event)? {
-                    return Ok(());
-                }
-            }
-            takes.passed = *number;
-            takes.recorded.pop_front();
-        }
-        Ok(())
-    }
-
-    /// Whether a mapping that its page was taken from may be undone: no work uses it any more.
-    pub(super) fn has_passed(&self, page: PageId, slot: Slot) -> bool {
-        self.page(page).is_mapped_at(slot) && self.passed_takes(slot.range).has_passed(&self.slot(slot))
-    }
-
-    /// Which takes from the heap of a range its stream has passed.
-    pub(super) fn passed_takes(&self, range: u32) -> PassedTakes {
-        PassedTakes(self.takes.get(&self.range(range).heap).map_or(0, |takes| takes.passed))
-    }
-
-    /// The slots that are wholly in one block of a heap.
-    pub(super) fn whole_slots_in(&self, heap: &Heap, block: u32) -> SlotRange {
-        let range = heap.range_of(block);
-        let block = heap.block(block);
-        let first = self.slot_index(range, block.addr() + self.slot_bytes - 1);
-        SlotRange { start: Slot { range, index: first }, behind: self.slot_index(range, block.addr() + block.bytes()) }
-    }
-
-    /// The slots of the pages that are wholly in one block of a heap, which is free: the number of the first, and what
-    /// is in them.
-    fn page_slots_in(&self, heap: &Heap, block: u32) -> (Slot, &[SlotState]) {
-        let SlotRange { start, behind } = self.whole_slots_in(heap, block);
-        let states = self.slots(start.range);
-        let states = states.get(start.index as usize..states.len().min(behind as usize)).unwrap_or_default();
-        // Parts of pages whose others are in the blocks beside it.
-        let before = states.first().map_or(0, SlotState::slots_to_next_page);
-        let after = states.last().map_or(0, SlotState::slots_of_cut_page);
-        let states = states.get(before..states.len().saturating_sub(after)).unwrap_or_default();
-        debug_assert!(states.iter().all(|state| state.own_page().is_some()), "pages are behind all of a free block");
-        (Slot { index: start.index + before as u32, ..start }, states)
-    }
-
-    /// The pages that are wholly in one block of a heap, which is free, by address.
-    pub(super) fn pages_in(&self, heap: &Heap, block: u32) -> impl Iterator<Item = (Slot, PageId)> {
-        let (first, states) = self.page_slots_in(heap, block);
-        let slots = (first.index..).map(move |index| Slot { index, ..first });
-        slots.zip(states).filter_map(|(slot, state)| Some((slot, state.own_page_begins()?)))
-    }
-
-    /// Inserts the pages that are wholly in free blocks of a heap into a set with room for all.
-    pub(super) fn add_free_pages(&self, heap: &Heap, pages: &mut PageSet) {
-        heap.free_blocks_from(self.slot_bytes, |block| {
-            let (_, states) = self.page_slots_in(heap, block);
-            pages.insert_known(states.iter().map(SlotState::page_number));
-        });
-    }
-
     /// Whether a page is still mapped at a slot where it does not belong.
     pub(super) fn is_old_mapping(&self, id: PageId, slot: Slot) -> bool {
         let page = self.pages.get(id as usize).and_then(Option::as_ref);
         page.is_some_and(|page| page.home != Some(slot) && page.is_mapped_at(slot))
     }
 
-    /// Every mapping in the ranges of a heap: the page, its first slot, and whether it belongs there.
-    pub(super) fn mappings_of(&self, heap: u32) -> Vec<(PageId, Slot, bool)> {
-        let mut mappings = Vec::new();
-        for (range, map) in (0..).zip(&self.ranges).filter(|(_, map)| map.heap == heap) {
-            for (index, state) in (0..).zip(&map.slots) {
-                if let Mapping::Page(PagePart { page, part: 0, is_home, .. }) = state.mapping() {
-                    mappings.push((page, Slot { range, index }, is_home));
-                }
-            }
-        }
-        mappings
-    }
-
-    /// Whether pages were ever taken from a heap: they may still be mapped there.
-    pub(super) fn was_taken_from(&self, heap: u32) -> bool {
-        self.takes.contains_key(&heap)
-    }
-
-    pub(super) fn has_mappings(&self, heap: u32) -> bool {
-        let of_heap = self.ranges.iter().filter(|map| map.heap == heap);
-        of_heap.flat_map(|map| &map.slots).any(|state| !state.is_unmapped())
-    }
-
-    /// Whether nothing is behind the ranges of a heap, neither pages nor segments.
-    pub(super) fn is_unmapped(&self, heap: u32) -> bool {
-        let has_segment = |map: &RangeMap| map.heap == heap && map.segment.is_some();
-        !self.has_mappings(heap) && !self.ranges.iter().any(has_segment)
-    }
-
     /// Whether nothing is mapped anywhere.
     pub(super) fn has_no_mappings(&self) -> bool {
         self.ranges.iter().flat_map(|map| &map.slots).all(SlotState::is_unmapped)
-    }
-
-    /// The bytes of addresses that a heap has for a kind of blocks.
-    pub(super) fn bytes_of_ranges(&self, heap: u32, kind: SegmentKind) -> u64 {
-        let of_heap = self.ranges.iter().filter(|range| range.heap == heap && range.kind == kind);
-        of_heap.map(|range| range.bytes).sum()
     }
 
     /// Every mapping of pages that belong to no or another slot.
@@ -588,44 +423,6 @@ impl PageTable {
 
     pub(super) fn count(&self) -> u64 {
         self.count_by_slots.iter().sum::<usize>() as u64
-    }
-
-    /// Adds a segment. Returns its number.
-    pub(super) fn add_segment(
-        &mut self,
-        base: u64,
-        bytes: u64,
-        heap: u32,
-        kind: SegmentKind,
-        from: SegmentSource,
-    ) -> u32 {
-        self.segment_bytes += bytes;
-        self.reserved.increase(kind, bytes);
-        self.homes.added(Home { heap, kind, bytes, neighbours: 0 });
-        self.homes.segment_allocs += 1;
-        self.push_range(RangeMap::new(base, bytes, heap, kind, Some(from)))
-    }
-
-    /// Removes a segment. Returns its source, which is dropped without a lock.
-    pub(super) fn remove_segment(&mut self, number: u32) -> Option<SegmentSource> {
-        let map = &mut self.ranges[number as usize];
-        let (bytes, heap, kind) = (map.bytes, std::mem::replace(&mut map.heap, u32::MAX), map.kind);
-        let source = map.segment.take();
-        self.segment_bytes -= bytes;
-        self.reserved.decrease(kind, bytes);
-        self.homes.removed(Home { heap, kind, bytes, neighbours: 0 });
-        self.homes.segment_frees += 1;
-        self.unused_ranges.push(number);
-        source
-    }
-
-    pub(super) fn segment_source(&self, number: u32) -> SegmentSource {
-        self.range(number).segment.clone().expect("a segment has a source")
-    }
-
-    /// The heaps that have segments, each once.
-    pub(super) fn heaps_with_segments(&self) -> std::collections::BTreeSet<u32> {
-        self.ranges.iter().filter(|map| map.segment.is_some()).map(|map| map.heap).collect()
     }
 
     /// Bytes of pages.
@@ -643,19 +440,6 @@ impl PageTable {
         self.bytes_awake().saturating_add(self.calls_bytes)
     }
 
-    /// A source is asked for `bytes`, which count against the limit meanwhile. `false` if they exceed it.
-    pub(super) fn begin_call(&mut self, bytes: u64, limit: u64) -> bool {
-        let fits = self.bytes_limited().saturating_add(bytes) <= limit;
-        if fits {
-            self.calls_bytes += bytes;
-        }
-        fits
-    }
-
-    pub(super) fn end_call(&mut self, bytes: u64) {
-        self.calls_bytes -= bytes;
-    }
-
     pub(super) fn reserved_all(&self) -> Stat {
         self.reserved.all
     }
@@ -667,66 +451,5 @@ impl PageTable {
             runs.extend(page.mapped.iter().map(|&slot| (self.addr(slot), u64::from(page.slots) * self.slot_bytes)));
         }
         runs
-    }
-
-    /// Checks that the blocks of a heap and its pages agree. Returns the bytes of pages that belong to it.
-    ///
-    /// # Panics
-    /// If they do not.
-    pub(super) fn check_heap(&self, number: u32, heap: &Heap) -> u64 {
-        for kind in [SegmentKind::Small, SegmentKind::Large] {
-            for (id, block) in heap.ranges(kind).flatten().filter(|&(id, _)| !heap.is_in_segment(id)) {
-                let range = heap.range_of(id);
-                let is_hole = block.state() == State::Hole;
-                let [first, last] =
-                    [block.addr(), block.addr() + block.bytes() - 1].map(|addr| self.slot_index(range, addr));
-                // Behind the last slot that was ever used there is nothing to look at.
-                for index in first..=last.min(self.slots_used(range)) {
-                    let has_page = self.own_page(Slot { range, index }).is_some();
-                    assert_eq!(has_page, !is_hole, "slot {index} of {block:?}");
-                }
-            }
-        }
-        let homes = self.mappings_of(number).into_iter().filter(|&(_, _, is_home)| is_home);
-        homes.map(|(page, _, _)| self.page_bytes(page)).sum()
-    }
-
-    /// Checks every invariant.
-    ///
-    /// # Panics
-    /// If one does not hold.
-    pub(super) fn check(&self) {
-        let mut bytes = 0;
-        for (id, page) in (0..).zip(&self.pages) {
-            let has_old = |page: &Page| page.mapped.iter().any(|&slot| page.home != Some(slot));
-            assert_eq!(self.with_old.contains(id), page.as_ref().is_some_and(has_old), "old mappings of page {id}");
-            let Some(page) = page else { continue };
-            bytes += u64::from(page.slots) * self.slot_bytes;
-            assert!(page.home.is_none_or(|home| page.is_mapped_at(home)), "page {id} is mapped where it belongs");
-            for &slot in &page.mapped {
-                let is_home = page.home == Some(slot);
-                for part in 0..page.slots {
-                    let at = Slot { index: slot.index + part, ..slot };
-                    let expected = PagePart { is_home, ..PagePart::new(id, part, page.slots) };
-                    assert_eq!(self.mapping(at), Mapping::Page(expected), "page {id} at {at:?}");
-                }
-            }
-        }
-        for map in &self.ranges {
-            for (slots, unmapped) in map.slots.chunks(MappedByChunk::SLOTS as usize).zip(map.mapped.unmapped()) {
-                let mapped = slots.iter().filter(|state| !state.is_unmapped()).count();
-                assert_eq!(MappedByChunk::SLOTS as usize - mapped, unmapped as usize, "unmapped slots of {slots:?}");
-            }
-        }
-        let segments: u64 = self.ranges.iter().filter(|map| map.segment.is_some()).map(|map| map.bytes).sum();
-        assert_eq!(segments, self.segment_bytes, "bytes of segments");
-        assert_eq!(bytes + segments, self.reserved.all.current, "bytes reserved");
-        for &(page, slot) in &self.old {
-            assert!(self.is_old_mapping(page, slot), "page {page} at {slot:?} is an old mapping");
-        }
-        for (id, page) in (0..).zip(&self.pages) {
-            let homeless = page.as_ref().is_some_and(|page| page.home.is_none());
-            assert_eq!(homeless, self.spare.contains(&id), "a page belongs somewhere or is spare");
-        }
     }
 }

@@ -1,0 +1,68 @@
+//! What must always hold.
+
+use super::super::heap::{Heap, State};
+use super::{MappedByChunk, Mapping, Page, PagePart, PageTable, Slot};
+use crate::memory::SegmentKind;
+
+impl PageTable {
+    /// Checks that the blocks of a heap and its pages agree. Returns the bytes of pages that belong to it.
+    ///
+    /// # Panics
+    /// If they do not.
+    pub(in crate::memory::paged) fn check_heap(&self, number: u32, heap: &Heap) -> u64 {
+        for kind in [SegmentKind::Small, SegmentKind::Large] {
+            for (id, block) in heap.ranges(kind).flatten().filter(|&(id, _)| !heap.is_in_segment(id)) {
+                let range = heap.range_of(id);
+                let is_hole = block.state() == State::Hole;
+                let [first, last] =
+                    [block.addr(), block.addr() + block.bytes() - 1].map(|addr| self.slot_index(range, addr));
+                // Behind the last slot that was ever used there is nothing to look at.
+                for index in first..=last.min(self.slots_used(range)) {
+                    let has_page = self.own_page(Slot { range, index }).is_some();
+                    assert_eq!(has_page, !is_hole, "slot {index} of {block:?}");
+                }
+            }
+        }
+        let homes = self.mappings_of(number).into_iter().filter(|&(_, _, is_home)| is_home);
+        homes.map(|(page, _, _)| self.page_bytes(page)).sum()
+    }
+
+    /// Checks every invariant.
+    ///
+    /// # Panics
+    /// If one does not hold.
+    pub(in crate::memory::paged) fn check(&self) {
+        let mut bytes = 0;
+        for (id, page) in (0..).zip(&self.pages) {
+            let has_old = |page: &Page| page.mapped.iter().any(|&slot| page.home != Some(slot));
+            assert_eq!(self.with_old.contains(id), page.as_ref().is_some_and(has_old), "old mappings of page {id}");
+            let Some(page) = page else { continue };
+            bytes += u64::from(page.slots) * self.slot_bytes;
+            assert!(page.home.is_none_or(|home| page.is_mapped_at(home)), "page {id} is mapped where it belongs");
+            for &slot in &page.mapped {
+                let is_home = page.home == Some(slot);
+                for part in 0..page.slots {
+                    let at = Slot { index: slot.index + part, ..slot };
+                    let expected = PagePart { is_home, ..PagePart::new(id, part, page.slots) };
+                    assert_eq!(self.mapping(at), Mapping::Page(expected), "page {id} at {at:?}");
+                }
+            }
+        }
+        for map in &self.ranges {
+            for (slots, unmapped) in map.slots.chunks(MappedByChunk::SLOTS as usize).zip(map.mapped.unmapped()) {
+                let mapped = slots.iter().filter(|state| !state.is_unmapped()).count();
+                assert_eq!(MappedByChunk::SLOTS as usize - mapped, unmapped as usize, "unmapped slots of {slots:?}");
+            }
+        }
+        let segments: u64 = self.ranges.iter().filter(|map| map.segment.is_some()).map(|map| map.bytes).sum();
+        assert_eq!(segments, self.segment_bytes, "bytes of segments");
+        assert_eq!(bytes + segments, self.reserved.all.current, "bytes reserved");
+        for &(page, slot) in &self.old {
+            assert!(self.is_old_mapping(page, slot), "page {page} at {slot:?} is an old mapping");
+        }
+        for (id, page) in (0..).zip(&self.pages) {
+            let homeless = page.as_ref().is_some_and(|page| page.home.is_none());
+            assert_eq!(homeless, self.spare.contains(&id), "a page belongs somewhere or is spare");
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Segments: ranges that are backed as a whole, without pages.
+
+use std::collections::BTreeSet;
+
+use super::super::homes::Home;
+use super::super::pools::SegmentSource;
+use super::{PageTable, RangeMap};
+use crate::memory::SegmentKind;
+
+impl PageTable {
+    /// Adds a segment. Returns its number.
+    pub(in crate::memory::paged) fn add_segment(
+        &mut self,
+        base: u64,
+        bytes: u64,
+        heap: u32,
+        kind: SegmentKind,
+        from: SegmentSource,
+    ) -> u32 {
+        self.segment_bytes += bytes;
+        self.reserved.increase(kind, bytes);
+        self.homes.added(Home { heap, kind, bytes, neighbours: 0 });
+        self.homes.segment_allocs += 1;
+        self.push_range(RangeMap::new(base, bytes, heap, kind, Some(from)))
+    }
+
+    /// Removes a segment. Returns its source, which is dropped without a lock.
+    pub(in crate::memory::paged) fn remove_segment(&mut self, number: u32) -> Option<SegmentSource> {
+        let map = &mut self.ranges[number as usize];
+        let (bytes, heap, kind) = (map.bytes, std::mem::replace(&mut map.heap, u32::MAX), map.kind);
+        let source = map.segment.take();
+        self.segment_bytes -= bytes;
+        self.reserved.decrease(kind, bytes);
+        self.homes.removed(Home { heap, kind, bytes, neighbours: 0 });
+        self.homes.segment_frees += 1;
+        self.unused_ranges.push(number);
+        source
+    }
+
+    pub(in crate::memory::paged) fn segment_source(&self, number: u32) -> SegmentSource {
+        self.range(number).segment.clone().expect("a segment has a source")
+    }
+
+    /// The heaps that have segments, each once.
+    pub(in crate::memory::paged) fn heaps_with_segments(&self) -> BTreeSet<u32> {
+        self.ranges.iter().filter(|map| map.segment.is_some()).map(|map| map.heap).collect()
+    }
+
+    /// A source is asked for `bytes`, which count against the limit meanwhile. `false` if they exceed it.
+    pub(in crate::memory::paged) fn begin_call(&mut self, bytes: u64, limit: u64) -> bool {
+        let fits = self.bytes_limited().saturating_add(bytes) <= limit;
+        if fits {
+            self.calls_bytes += bytes;
+        }
+        fits
+    }
+
+    pub(in crate::memory::paged) fn end_call(&mut self, bytes: u64) {
+        self.calls_bytes -= bytes;
+    }
+}
