@@ -107,6 +107,36 @@ fn free_pages_are_taken_before_memory_grows() {
     machine.expect_no_hazard();
 }
 
+/// The place that needs the fewest driver calls would need a new page. Another one begins in a page that a block beside
+/// it uses too, and needs none.
+#[test]
+fn memory_does_not_grow_where_another_place_has_enough_pages() {
+    let machine = Machine::new();
+    let stream = machine.stream();
+    let first = machine.block(5 * MIB, &stream);
+    let second = machine.block(5 * MIB, &stream);
+    let third = machine.block(5 * MIB, &stream);
+    let place = second.ptr();
+    assert_eq!(place.0, first.ptr().0 + 5 * MIB, "they share a page");
+    drop(second);
+    // It gets the two pages that only the second one used, so new ones are needed where that was.
+    let fourth = machine.block(7 * MIB, &stream);
+    let last = machine.block(4 * MIB, &stream);
+    let blocks = [&first, &third, &fourth];
+    blocks.iter().zip(1..).for_each(|(block, value)| machine.fill(block, value, &stream));
+    drop(last);
+    stream.synchronize().unwrap();
+    let reserved = machine.reserved();
+    assert_eq!(reserved, 22 * MIB);
+    // Where the last one was, one page is missing.
+    let fifth = machine.block(5 * MIB, &stream);
+    assert_eq!((fifth.ptr(), machine.reserved()), (place, reserved));
+    machine.fill(&fifth, 4, &stream);
+    let blocks = [&first, &third, &fourth, &fifth];
+    blocks.iter().zip(1..).for_each(|(block, value)| machine.expect(block, value, &stream));
+    machine.expect_no_hazard();
+}
+
 #[test]
 fn pages_that_are_taken_back_need_no_driver_call() {
     let machine = Machine::new();

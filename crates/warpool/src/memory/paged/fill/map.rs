@@ -125,6 +125,7 @@ impl Fill<'_> {
         let (start, bytes) = (self.table.addr(slot), self.table.page_bytes(page));
         let (number, kind) = (self.table.range(slot.range).heap, self.table.range(slot.range).kind);
         self.table.set_home(page, Some(slot));
+        self.table.totals.taken -= 1;
         let mut heap = self.device.heaps.get(number).lock();
         heap.end_hole(kind, start, start + bytes);
         self.device.record(Action::SegmentMap, start, bytes, &heap, self.details);

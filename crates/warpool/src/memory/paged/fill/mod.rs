@@ -6,7 +6,8 @@
 //!    not enough, a window is chosen anew for which those that are free in other heaps count too.
 //! 3. Further pages come, in this order, from: those that belong nowhere; free blocks of this heap, the smallest first;
 //!    free blocks of other heaps, behind an event of their stream; the driver. Other heaps come before this one if one
-//!    of them has more free memory.
+//!    of them has more free memory. Before the driver is asked for a few, the window is looked for that leaves most
+//!    memory for others: it may need none, at the price of more calls.
 //! 4. They are mapped. Where they were before, they stay mapped for a while (`pages/`).
 //!
 //! If there are not enough, all go back to where they were. If a mapping fails midway, what was mapped so far becomes
@@ -66,6 +67,7 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
         asks_others: false,
         others_first: false,
         own_page: false,
+        aim: if request.on_oom { Aim::Fit } else { Aim::FewCalls },
         whole_pages: false,
         ordered_after: None,
         recorded: Vec::new(),
@@ -88,6 +90,7 @@ struct Fill<'a> {
     others_first: bool,
     /// Whether it gets a new page rather than one that other heaps would take again (`contention.rs`).
     own_page: bool,
+    aim: Aim,
     /// Whether the window has room for the largest pages.
     whole_pages: bool,
     /// Once pages of another heap were taken: the streams that the request's stream waits for since the last time.
@@ -96,13 +99,39 @@ struct Fill<'a> {
     recorded: Vec<(StreamId, EventId)>,
 }
 
+/// What counts in the choice of a window, and whether there may be new pages in it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Aim {
+    /// Few driver calls. If only few pages are missing then, another window may need none.
+    FewCalls,
+    /// Memory, without new pages: with so many free slots at most, of which so many are to be mapped at most.
+    NoNewPages { slots: u32, mapped: u32 },
+    /// Few driver calls again, since there is no window without new pages.
+    NewPages,
+    /// Memory: the request would run out of it otherwise.
+    Fit,
+}
+
+impl Aim {
+    /// Whether memory counts before driver calls.
+    fn is_memory(self) -> bool {
+        matches!(self, Self::NoNewPages { .. } | Self::Fit)
+    }
+}
+
+/// So many slots more are mapped, at most, to do without new pages.
+const MAPPED_FOR_MEMORY: u32 = 32;
+
 /// That a window was not filled is an answer too.
 type OrUnfilled = std::result::Result<(), Unfilled>;
 
-/// Why a window could not be filled. Nothing has changed.
+/// Why a window could not be filled. Nothing has changed, but for pages that were taken back and mappings that were
+/// undone.
 enum Unfilled {
     /// This heap has not enough pages, and others were not asked.
     NotAlone,
+    /// It needs new pages for so many slots, and another window may need none.
+    NeedsNewPages(u32),
     OutOfMemory(OomCause),
 }
 
@@ -146,14 +175,22 @@ impl Fill<'_> {
             if let Some(block) = heap.allocate(requested) {
                 return Ok(Ok(block));
             }
-            let (unit, tightest) = (self.unit(), self.request.on_oom);
+            let (unit, tightest) = (self.unit(), self.aim.is_memory());
             let FillMemory { search, runs, takeable, free_elsewhere, .. } = self.memory;
             find_free_pages(self.table, &heap, takes_own, takeable);
             takeable.insert_all(free_elsewhere);
             takeable.remove_all(&excluded);
             heap.find_free_runs(kind, bytes, runs);
             let wanted = Wanted { table: self.table, runs, bytes, unit, tightest, takeable };
-            let Some(window) = search.choose(wanted) else {
+            let chosen = search.choose(wanted);
+            if let Aim::NoNewPages { slots, mapped } = self.aim
+                && chosen.is_none_or(|window| self.whole_slots(window) > slots || self.holes(window) > mapped)
+            {
+                self.aim = Aim::NewPages;
+                excluded = PageSet::default();
+                continue;
+            }
+            let Some(window) = chosen else {
                 drop(heap);
                 if !self.reserve_range(kind, bytes)? {
                     return Ok(Err(OomCause::Device));
@@ -182,6 +219,16 @@ impl Fill<'_> {
             match unfilled? {
                 Unfilled::OutOfMemory(_) if self.request.on_oom && !self.whole_pages => self.whole_pages = true,
                 Unfilled::OutOfMemory(cause) => return Ok(Err(cause)),
+                Unfilled::NeedsNewPages(missing) => {
+                    self.aim = match self.aim {
+                        Aim::FewCalls => Aim::NoNewPages {
+                            slots: self.whole_slots(window).saturating_sub(missing),
+                            mapped: self.holes(window) + MAPPED_FOR_MEMORY,
+                        },
+                        _ => Aim::NewPages,
+                    };
+                    excluded = PageSet::default();
+                }
                 Unfilled::NotAlone => {
                     self.asks_others = true;
                     self.find_free_elsewhere();
@@ -227,6 +274,17 @@ impl Fill<'_> {
         pieces
     }
 
+    /// The slots of a window that nothing else is in: with free pages, or none.
+    fn whole_slots(&self, window: Window) -> u32 {
+        let is_free = |page| self.memory.takeable.contains(page);
+        self.slots(window).filter(|&slot| self.table.own_page(slot).is_none_or(is_free)).count() as u32
+    }
+
+    /// The slots of a window that have no page.
+    fn holes(&self, window: Window) -> u32 {
+        self.slots(window).filter(|&slot| self.table.own_page(slot).is_none()).count() as u32
+    }
+
     pub(super) fn slots(&self, window: Window) -> impl ExactSizeIterator<Item = Slot> + use<> {
         let index = |addr: u64| self.table.slot_index(window.range, addr);
         (index(window.start)..index(window.end - 1) + 1).map(move |index| Slot { range: window.range, index })
@@ -242,10 +300,11 @@ impl Fill<'_> {
     }
 
     fn fill_gaps(&mut self, supply: &mut Supply) -> Result<OrUnfilled> {
-        if !self.request.on_oom {
+        if !self.aim.is_memory() {
             self.take_spare(supply, 1);
         }
-        let first = if self.may_grow_first(supply) { self.grow(supply).map(drop) } else { Ok(()) };
+        let may_grow = !matches!(self.aim, Aim::NoNewPages { .. }) && self.may_grow_first(supply);
+        let first = if may_grow { self.grow(supply).map(drop) } else { Ok(()) };
         let taken = first.and_then(|()| self.take(supply));
         let obtained = taken.and_then(|()| self.obtain_rest(supply));
         if let Ok(Ok(())) = obtained {
@@ -277,13 +336,28 @@ impl Fill<'_> {
             return Ok(Err(Unfilled::NotAlone));
         }
         self.take_from_others(supply, 1)?;
+        if supply.slots_needed > 0 && !self.gets_new_pages(supply) {
+            return Ok(Err(Unfilled::NeedsNewPages(supply.slots_needed)));
+        }
         Ok(self.grow(supply)?.map_err(Unfilled::OutOfMemory))
     }
 
-    /// How many slots are filled and taken together: as many as new pages have. If memory is short, none beyond the
-    /// request first; then so many that every page has room.
+    /// Whether new pages are got for what the window still needs.
+    fn gets_new_pages(&self, supply: &Supply) -> bool {
+        // Without any free page there is none for another window either.
+        let has_none = supply.pages.is_empty() && self.memory.takeable.is_empty();
+        match self.aim {
+            // A window elsewhere can do with a few slots less.
+            Aim::FewCalls => supply.slots_needed > PageSizes::SLOTS_MAX || has_none,
+            Aim::NoNewPages { .. } => false,
+            Aim::NewPages | Aim::Fit => true,
+        }
+    }
+
+    /// How many slots are filled and taken together: as many as new pages have. If memory counts, none beyond the
+    /// request first; if it is short, then so many that every page has room.
     pub(super) fn unit(&self) -> u32 {
-        match (self.request.on_oom, self.whole_pages) {
+        match (self.aim.is_memory(), self.whole_pages) {
             (true, false) => 1,
             (true, true) => PageSizes::SLOTS_MAX,
             _ => self.table.page_sizes.slots(self.table.reserved_all().current),

@@ -14,7 +14,7 @@ use crate::{Result, lock};
 impl Fill<'_> {
     /// Takes free pages of this heap, and of others if they are asked first.
     pub(super) fn take(&mut self, supply: &mut Supply) -> Result<()> {
-        if self.request.on_oom {
+        if self.aim.is_memory() {
             return self.take_largest_first(supply);
         }
         if self.others_first {

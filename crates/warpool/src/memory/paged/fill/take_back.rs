@@ -44,7 +44,9 @@ impl Fill<'_> {
         taken.extend(old.iter().map(|&(_, page)| page).filter(|&page| self.table.take_spare_page(page)));
         let mut wanted = std::mem::take(&mut self.memory.wanted);
         wanted.clear();
-        wanted.extend(old.iter().filter_map(|&(_, page)| self.place_of(page)));
+        let takes_own = self.takes_own();
+        let may_be_taken = |place: &InHeap| takes_own || place.heap != self.request.heap;
+        wanted.extend(old.iter().filter_map(|&(_, page)| self.place_of(page)).filter(may_be_taken));
         wanted.sort_unstable();
         wanted.dedup();
         let mut outcome = Ok(());

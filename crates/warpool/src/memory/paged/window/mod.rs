@@ -1,9 +1,9 @@
 //! Where a request goes that no free block can hold: the window of free addresses that needs the fewest driver calls;
 //! of those, the one that needs the fewest further pages; of those, the lowest.
 //!
-//! For a request that would run out of memory otherwise it is the window that leaves most for others: the one with the
-//! fewest slots that nothing else is in. A page that is free within the window is no gain then, since it could be taken
-//! to another one; what is free beside other blocks in a slot can be used nowhere else.
+//! For a request that would run out of memory otherwise, or would need new pages, it is the window that leaves most for
+//! others: the one with the fewest slots that nothing else is in. A page that is free within the window is no gain
+//! then, since it could be taken to another one; what is free beside other blocks in a slot can be used nowhere else.
 //!
 //! In some of the addresses pages may be mapped that were taken from there. A page that is free elsewhere is taken
 //! back; a mapping of one that is in use is undone, if the stream has passed. Addresses that were never used need no
