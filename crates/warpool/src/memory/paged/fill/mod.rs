@@ -6,8 +6,9 @@
 //!    not enough, a window is chosen anew for which those that are free in other heaps count too.
 //! 3. Further pages come, in this order, from: those that belong nowhere; free blocks of this heap, the smallest first;
 //!    free blocks of other heaps, behind an event of their stream; the driver. Other heaps come before this one if one
-//!    of them has more free memory. Before the driver is asked for a few, the window is looked for that leaves most
-//!    memory for others: it may need none, at the price of more calls.
+//!    of them has more free memory. If they are asked, large pages of all come before smaller ones. Before the driver
+//!    is asked for a few, the window is looked for that leaves most memory for others: it may need none, at the price
+//!    of more calls.
 //! 4. They are mapped. Where they were before, they stay mapped for a while (`pages/`).
 //!
 //! If there are not enough, all go back to where they were. If a mapping fails midway, what was mapped so far becomes
@@ -29,7 +30,7 @@ use crate::memory::paged::heap::{Heap, kind_of, rounded};
 use crate::memory::paged::old_mappings;
 use crate::memory::paged::page_set::PageSet;
 use crate::memory::paged::page_sizes::PageSizes;
-use crate::memory::paged::pages::{Mapping, PageId, PageTable, Slot};
+use crate::memory::paged::pages::{FIRST_PAGE, Mapping, PageId, PageTable, Slot};
 use crate::memory::paged::reclaim;
 use crate::memory::paged::supply::Supply;
 use crate::memory::paged::window::{Wanted, Window};
@@ -130,8 +131,8 @@ type OrUnfilled = std::result::Result<(), Unfilled>;
 enum Unfilled {
     /// This heap has not enough pages, and others were not asked.
     NotAlone,
-    /// It needs new pages for so many slots, and another window may need none.
-    NeedsNewPages(u32),
+    /// It needs new pages, and another window may need none.
+    NeedsNewPages,
     OutOfMemory(OomCause),
 }
 
@@ -164,7 +165,7 @@ impl Fill<'_> {
         self.own_page = bytes <= self.table.slot_bytes && self.table.contention.note_needed(heap);
         self.memory.free_elsewhere.clear_for(0);
         if self.request.on_oom || !self.own_page && self.others_have_more(bytes) {
-            (self.asks_others, self.others_first) = (true, true);
+            (self.asks_others, self.others_first) = (true, !self.request.on_oom);
             self.find_free_elsewhere();
         }
         // Pages that cannot be taken back: they are in use by now, or mapped in a window that they belong to.
@@ -219,12 +220,11 @@ impl Fill<'_> {
             match unfilled? {
                 Unfilled::OutOfMemory(_) if self.request.on_oom && !self.whole_pages => self.whole_pages = true,
                 Unfilled::OutOfMemory(cause) => return Ok(Err(cause)),
-                Unfilled::NeedsNewPages(missing) => {
+                Unfilled::NeedsNewPages => {
                     self.aim = match self.aim {
-                        Aim::FewCalls => Aim::NoNewPages {
-                            slots: self.whole_slots(window).saturating_sub(missing),
-                            mapped: self.holes(window) + MAPPED_FOR_MEMORY,
-                        },
+                        Aim::FewCalls => {
+                            Aim::NoNewPages { slots: self.free_slots(), mapped: self.holes(window) + MAPPED_FOR_MEMORY }
+                        }
                         _ => Aim::NewPages,
                     };
                     excluded = PageSet::default();
@@ -278,6 +278,20 @@ impl Fill<'_> {
     fn whole_slots(&self, window: Window) -> u32 {
         let is_free = |page| self.memory.takeable.contains(page);
         self.slots(window).filter(|&slot| self.table.own_page(slot).is_none_or(is_free)).count() as u32
+    }
+
+    /// The slots of all pages that may be taken.
+    fn free_slots(&mut self) -> u32 {
+        let mut free = std::mem::take(&mut self.memory.free_elsewhere);
+        free.clear_for(self.table.pages_end());
+        if !self.request.capturing {
+            self.add_free_elsewhere(&mut free);
+        }
+        free.insert_all(&self.memory.takeable);
+        let slots = (FIRST_PAGE..self.table.pages_end()).filter(|&page| free.contains(page));
+        let slots = slots.map(|page| self.table.page(page).slots).sum();
+        self.memory.free_elsewhere = free;
+        slots
     }
 
     /// The slots of a window that have no page.
@@ -335,9 +349,8 @@ impl Fill<'_> {
         if !self.asks_others && self.device.heaps.len() > 1 {
             return Ok(Err(Unfilled::NotAlone));
         }
-        self.take_from_others(supply, 1)?;
         if supply.slots_needed > 0 && !self.gets_new_pages(supply) {
-            return Ok(Err(Unfilled::NeedsNewPages(supply.slots_needed)));
+            return Ok(Err(Unfilled::NeedsNewPages));
         }
         Ok(self.grow(supply)?.map_err(Unfilled::OutOfMemory))
     }

@@ -12,34 +12,35 @@ use crate::memory::paged::supply::Supply;
 use crate::{Result, lock};
 
 impl Fill<'_> {
-    /// Takes free pages of this heap, and of others if they are asked first.
+    /// Takes free pages of this heap, and of others if they are asked: large ones from everywhere before smaller ones.
+    /// Those fit where a large one does not any more, and there may be large ones left that fit nowhere.
     pub(super) fn take(&mut self, supply: &mut Supply) -> Result<()> {
-        if self.aim.is_memory() {
-            return self.take_largest_first(supply);
+        if !self.asks_others && !self.aim.is_memory() {
+            self.take_own(supply, 1);
+            return Ok(());
         }
-        if self.others_first {
-            self.take_from_others(supply, 1)?;
-        }
-        if self.takes_own() {
-            self.take_from(self.request.heap, supply, 1);
-        }
-        Ok(())
-    }
-
-    /// Takes large pages from everywhere before smaller ones: those may fit where a large one does not any more.
-    fn take_largest_first(&mut self, supply: &mut Supply) -> Result<()> {
         let mut slots_min = PageSizes::SLOTS_MAX;
-        while slots_min > 0 {
-            self.take_spare(supply, slots_min);
-            if self.takes_own() {
-                self.take_from(self.request.heap, supply, slots_min);
-            }
-            if self.asks_others {
-                self.take_from_others(supply, slots_min)?;
+        while slots_min > 0 && supply.slots_needed > 0 {
+            if self.table.has_pages_of(slots_min) {
+                self.take_spare(supply, slots_min);
+                if self.asks_others && self.others_first {
+                    self.take_from_others(supply, slots_min)?;
+                }
+                self.take_own(supply, slots_min);
+                if self.asks_others && !self.others_first {
+                    self.take_from_others(supply, slots_min)?;
+                }
             }
             slots_min /= 2;
         }
         Ok(())
+    }
+
+    /// Takes pages of at least `slots_min` slots of this heap, if its pages may be taken.
+    fn take_own(&mut self, supply: &mut Supply, slots_min: u32) {
+        if self.takes_own() {
+            self.take_from(self.request.heap, supply, slots_min);
+        }
     }
 
     /// Takes spare pages of at least `slots_min` slots, the largest first.

@@ -4,6 +4,7 @@ use super::Fill;
 use crate::Result;
 use crate::memory::Action;
 use crate::memory::paged::fill_memory::InHeap;
+use crate::memory::paged::page_set::PageSet;
 use crate::memory::paged::pages::PageId;
 use crate::memory::paged::pools::Takeable;
 use crate::memory::paged::slot::{Mapping, PagePart, Slot};
@@ -17,14 +18,18 @@ impl Fill<'_> {
         if self.request.capturing || !self.table.was_taken_from(self.request.heap) {
             return;
         }
-        for (number, cell) in self.device.heaps.iter() {
-            if number == self.request.heap {
-                continue;
-            }
+        let mut free = std::mem::take(&mut self.memory.free_elsewhere);
+        self.add_free_elsewhere(&mut free);
+        self.memory.free_elsewhere = free;
+    }
+
+    /// Inserts those pages into a set with room for all.
+    pub(super) fn add_free_elsewhere(&self, free: &mut PageSet) {
+        for (number, cell) in self.device.heaps.iter().filter(|&(number, _)| number != self.request.heap) {
             if matches!(self.takeable(number), Takeable::After(_)) {
                 let mut heap = cell.lock();
                 heap.merge_recent();
-                self.table.add_free_pages(&heap, &mut self.memory.free_elsewhere);
+                self.table.add_free_pages(&heap, free);
             }
         }
     }

@@ -30,6 +30,30 @@ fn old_mappings_make_no_request_run_out_of_memory() {
     assert_eq!(machine.defect(), None);
 }
 
+/// Pages of one slot must not be used up where larger ones have room, or those lie idle and memory grows.
+#[test]
+fn small_pages_are_left_for_small_gaps() {
+    let machine = Machine::with_capacity(40 * MIB, 2, Settings::default());
+    let paged = &machine.paged;
+    let allocate = |stream: usize, mib: u64| {
+        let block = paged.allocate_raw(Request::new(DEVICE, machine.streams[stream].id(), mib * MIB)).unwrap();
+        machine.write_tag(&block, 1, &machine.streams[stream]);
+        paged.check();
+        block
+    };
+    let (small, _kept) = (allocate(0, 4), allocate(0, 2));
+    paged.set_page_sizes(6 * MIB, u64::MAX);
+    let large = allocate(1, 8);
+    assert_eq!(paged.page_stats(DEVICE).unwrap().pages, 5, "three of one slot, two of two");
+    paged.free(small).unwrap();
+    paged.free(large).unwrap();
+    // Five slots: two pages of the other stream, and one of this.
+    allocate(0, 10);
+    assert_eq!(paged.page_stats(DEVICE).unwrap().reserved_bytes, 14 * MIB);
+    machine.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    assert_eq!(machine.defect(), None);
+}
+
 /// Completing the pending frees of other streams is no reason to lose sight of this stream's statistics.
 #[test]
 fn peaks_are_exact_after_a_wait_for_pending_frees() {
