@@ -5,7 +5,7 @@ import sys
 import unittest
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Dict, Optional
 from unittest import mock
 
 from isolated import isolated
@@ -294,14 +294,30 @@ class Bindings(unittest.TestCase):
     def test_context_selects_which_entries_have_stacks(self) -> None:
         torch = fake_torch()
         warpool.torch.enable()
-        cases = ((None, (False, False)), ("state", (False, False)), ("alloc", (True, False)), ("all", (True, True)))
-        for context, expected in cases:
+
+        def the_alloc() -> int:
+            return torch.allocate(MIB)
+
+        def the_free(ptr: int) -> None:
+            torch.release(ptr, MIB)
+
+        def caller(entry: Dict[str, Any]) -> Optional[str]:
+            names = [frame["name"] for frame in entry.get("frames", ())]
+            return next((name for name in names if name in ("the_alloc", "the_free")), None)
+
+        cases = {
+            None: (None, None),
+            "state": (None, None),
+            "alloc": ("the_alloc", "the_alloc"),
+            "all": ("the_alloc", "the_free"),
+        }
+        for context, expected in cases.items():
             torch.cuda.memory._record_memory_history(None)
             torch.cuda.memory._record_memory_history(context=context)
-            torch.release(torch.allocate(MIB), MIB)
+            the_free(the_alloc())
             (trace, *_) = torch.cuda.memory._snapshot()["device_traces"]
-            has = {entry["action"]: bool(entry.get("frames")) for entry in trace}
-            self.assertEqual((has["alloc"], has["free_requested"]), expected, context)
+            callers = {entry["action"]: caller(entry) for entry in trace}
+            self.assertEqual((callers["alloc"], callers["free_requested"]), expected, context)
 
     @isolated
     def test_older_history_signature(self) -> None:
