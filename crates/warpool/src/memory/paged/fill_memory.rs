@@ -15,7 +15,7 @@ pub(super) struct FillMemory {
     pub(super) runs: FreeRuns,
     /// The pages that may be taken for it.
     pub(super) takeable: PageSet,
-    /// Those of them that are in free blocks of other heaps.
+    /// Those of them that are in free blocks of other heaps; once `Fill::free_slots` has counted, all.
     pub(super) free_elsewhere: PageSet,
     /// Those that are taken back.
     pub(super) taken_back: PageSet,

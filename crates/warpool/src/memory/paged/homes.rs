@@ -1,7 +1,8 @@
 //! Statistics of the addresses that pages belong to: segments, and the bytes of each private pool.
 //!
 //! A *segment* of this allocator is a run of addresses with pages behind them in one range of a heap. Segments come and
-//! go where pages do, in the slow path, so every figure here is exact, its peak too.
+//! go where pages do, in the slow path, so every figure here is exact. A peak includes pages that a request took and
+//! put back.
 
 use std::collections::BTreeMap;
 
