@@ -2,6 +2,7 @@
 //! Files are replayed in parallel and reported in the order of the arguments; `report.rs` formats the results.
 
 mod report;
+mod rounds;
 
 pub use report::in_force_object;
 
@@ -30,6 +31,9 @@ use crate::size;
 /// several orders of addresses, and the answer is the range, "fits in 16 of 16 address orders, by at least 212 MiB".
 /// The control is the recorded program in the same orders.
 ///
+/// With --rounds the program is run several times on one device, in one order of addresses, everything freed in
+/// between: a recording of some steps then tells whether fragmentation grows in a longer run.
+///
 /// A memory limit that the program ran under (a fraction set by a call) is inferred and stays in force, unless a
 /// what-if names `per_process_memory_fraction` or `memory_cap_mb`, or another device with --capacity.
 ///
@@ -48,6 +52,7 @@ use crate::size;
     warpool replay snapshot.pickle --set garbage_collection_threshold:0.8\n  \
     xz -dc snapshot.pickle.xz | warpool replay -\n  \
     warpool replay snapshot.pickle.xz --settings expandable_segments:True --capacity 24GiB --expect-fit\n  \
+    warpool replay snapshot.pickle --allocator paged --rounds 100\n  \
     warpool replay *.pickle --json"
 )]
 pub struct Args {
@@ -74,7 +79,11 @@ pub struct Args {
     /// In how many orders of addresses a what-if is replayed, where addresses can matter
     #[arg(long, value_name = "COUNT", default_value_t = ADDRESS_ORDERS, value_parser = order_count())]
     orders: u32,
-    /// Exit with 1 if a replay runs out of memory, in any order of addresses
+    /// Runs the program so many times, one after another on the same device, and shows what it reserves in each round:
+    /// whether memory grows in a longer run
+    #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = round_count())]
+    rounds: u32,
+    /// Exit with 1 if a replay runs out of memory, in any order of addresses or any round
     #[arg(long)]
     expect_fit: bool,
     /// Explains the columns of the table
@@ -87,6 +96,10 @@ pub struct Args {
 
 fn order_count() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(1..=1000)
+}
+
+fn round_count() -> clap::builder::RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=100_000)
 }
 
 fn parse_allocator(name: &str) -> std::result::Result<AllocatorChoice, String> {
@@ -138,6 +151,7 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
                     Content::SegmentsOnly(_) => &[],
                 };
                 fits &= reports.iter().all(|report| report.ooms == 0 && report.orders.all_fit());
+                fits &= reports.iter().flat_map(|report| &report.rounds).all(|round| round.ooms == 0);
                 table.add(&args.files[index], &names[index], &replayed, output)?;
             }
             Err(error) => unreadable.push(output::printable(&error)),
@@ -197,6 +211,7 @@ fn replay_file(
         allocator: args.allocator,
         capacity: args.capacity,
         address_orders: Some(args.orders),
+        rounds: args.rounds,
         without_control: false,
         threads: Some(threads_each(args.files.len())),
         memory_limit: Some(opened.memory_limit),
@@ -220,7 +235,11 @@ impl Args {
     /// Whether the answer needs a history.
     fn asks_what_if(&self) -> bool {
         let asks_settings = self.settings.is_some() || !self.set.is_empty();
-        asks_settings || self.capacity.is_some() || self.expect_fit || self.allocator != AllocatorChoice::default()
+        asks_settings
+            || self.rounds > 1
+            || self.capacity.is_some()
+            || self.expect_fit
+            || self.allocator != AllocatorChoice::default()
     }
 }
 

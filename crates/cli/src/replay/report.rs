@@ -9,6 +9,7 @@ use warpool_trace::replay::{
     AddressOrders, AllocatorChoice, Fidelity, InForce, Inferences, LimitOrigin, Outcome, ReplayReport, Steady,
 };
 
+use super::rounds::{self, RoundTable};
 use super::{Args, Content, Replayed, SegmentTotals};
 use crate::output::{self, Output};
 use crate::size;
@@ -19,6 +20,7 @@ pub struct ReplayTable {
     /// Lines below the table.
     remarks: Vec<String>,
     rows: usize,
+    rounds: RoundTable,
     /// What differs from the recording (settings, allocator, capacity); empty if nothing.
     what_if: String,
     legend: bool,
@@ -48,7 +50,14 @@ impl ReplayTable {
             "fidelity",
         ];
         let what_if = what_if.join(", ");
-        Self { table: output::table(&columns), remarks: Vec::new(), rows: 0, what_if, legend: args.legend }
+        Self {
+            table: output::table(&columns),
+            remarks: Vec::new(),
+            rows: 0,
+            rounds: RoundTable::default(),
+            what_if,
+            legend: args.legend,
+        }
     }
 
     /// Adds a file: its JSON objects are written at once, its rows are kept for [`finish`](Self::finish).
@@ -89,6 +98,7 @@ impl ReplayTable {
             self.outcome(report),
             if is_driver_pool { "lower bound" } else { fidelity(&report.fidelity) }.to_owned(),
         ]);
+        self.rounds.add(name, &report.rounds);
         let asks = !self.what_if.is_empty();
         let answers = if asks { answers(report) } else { Vec::new() };
         self.remarks.extend(answers.into_iter().map(|remark| format!("{name}: {remark}")));
@@ -131,6 +141,7 @@ impl ReplayTable {
         }
         let what = if self.what_if.is_empty() { "as recorded".to_owned() } else { self.what_if };
         output.table(&format!("Replayed {what}"), &self.table)?;
+        self.rounds.finish(output)?;
         if !quiet {
             for remark in &self.remarks {
                 output.line(remark)?;
@@ -459,6 +470,7 @@ fn object(file: &Path, replayed: &Replayed, report: &ReplayReport) -> Value {
             }),
         },
         "orders": orders_object(&report.orders),
+        "rounds": rounds::list(&report.rounds),
         "control": report.control.as_ref().map(orders_object),
         "in_force": in_force_object(&report.in_force),
         "inferred": {

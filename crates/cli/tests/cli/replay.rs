@@ -125,6 +125,28 @@ fn what_if_replay_tells_whether_it_fits() {
 }
 
 #[test]
+fn rounds_are_listed_and_some_are_shown() {
+    let file = recording("prefetch_streams_train.native");
+    let report = &objects(&["replay", &file, "--allocator", "paged", "--rounds", "3", "--json"], 0)[0];
+    let rounds = report["rounds"].as_array().expect("a list");
+    assert_eq!(rounds.len(), 3);
+    assert_eq!(rounds[0]["peak_reserved_bytes"], report["peak_reserved_bytes"]);
+    assert_eq!(rounds[2]["peak_live_bytes"], report["peak_live_bytes"]);
+    assert_eq!(rounds[2]["ooms"], 0);
+    assert_eq!(objects(&["replay", &file, "--json"], 0)[0]["rounds"], serde_json::json!([]));
+
+    let output = warpool(&["replay", &file, "--allocator", "paged", "--rounds", "6"]);
+    let text = text(&output.stdout);
+    let (_, table) = text.split_once("One round after another").expect("a table");
+    let shown: Vec<&str> = table.lines().filter_map(|line| line.split_whitespace().nth(1)).collect();
+    assert!(["1", "2", "5", "6"].iter().all(|round| shown.contains(round)), "{table}");
+    assert!(!shown.contains(&"3"), "{table}");
+    assert_eq!(warpool(&["replay", &file, "--rounds", "0"]).status.code(), Some(2));
+    let tight = ["replay", &file, "--capacity", "5GiB", "--rounds", "2", "--expect-fit"];
+    assert_eq!(warpool(&tight).status.code(), Some(1));
+}
+
+#[test]
 fn table_has_a_legend_and_remarks() {
     let output = warpool(&["replay", "--legend", &recording("oom_stacks.fraction_6gib")]);
     assert!(output.status.success(), "{}", text(&output.stderr));

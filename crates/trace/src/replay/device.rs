@@ -96,6 +96,12 @@ impl<'a> DeviceReplay<'a> {
         report.steady =
             report.recorded_seconds.map(|seconds| Steady { recorded_seconds: seconds / 2.0, ..Steady::default() });
         report.orders = answer.orders;
+        if options.rounds > 1 {
+            // In one order of addresses: recorded ones as far as they apply, then upwards.
+            let run = self.run(&conditions, self.reproduced().is_some());
+            let rounds = run.run_rounds(options.rounds, options.progress);
+            report.rounds = rounds.map_err(|error| error.with_limit(&self.budget))?;
+        }
         report.control = answer.control;
         self.add_result(answer.worst, &mut report);
         report.in_force = conditions.in_force;
@@ -163,7 +169,7 @@ impl<'a> DeviceReplay<'a> {
 
     fn answer(&self, conditions: &Conditions, options: &ReplayOptions<'_>) -> Result<Answer, ReplayError> {
         let available = conditions.in_force.bytes_available;
-        let reproduced = self.proof.result.as_ref().filter(|result| !result.not_started);
+        let reproduced = self.reproduced();
         if let Some(result) = reproduced.filter(|_| conditions.is_recorded) {
             let peak = result.peak_reserved_bytes;
             let fit = u32::from(fits(result));
@@ -190,6 +196,11 @@ impl<'a> DeviceReplay<'a> {
             _ => None,
         };
         Ok(Answer { orders: results.summary(available), control, worst: results.into_worst() })
+    }
+
+    /// The run that reproduces the recording, if one could be started.
+    fn reproduced(&self) -> Option<&RunResult> {
+        self.proof.result.as_ref().filter(|result| !result.not_started)
     }
 
     /// The recorded program in several orders of addresses, from a step on.

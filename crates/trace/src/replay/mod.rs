@@ -23,7 +23,8 @@
 //! How: `infer/` reconstructs the state at the first event and infers what the recording does not contain, `plan/`
 //! makes steps of the events, `run/` performs the steps on a simulated device and compares, and `prove.rs` tries
 //! interpretations until one reproduces the recording. `device.rs` answers what-ifs from there: `conditions.rs` says
-//! what each is made with, `orders.rs` runs it in several orders of addresses.
+//! what each is made with, `orders.rs` runs it in several orders of addresses, `run/rounds.rs` several
+//! times one after another.
 
 mod conditions;
 mod device;
@@ -47,7 +48,7 @@ pub use device::DeviceReplay;
 pub use options::{ADDRESS_ORDERS, AllocatorChoice, ReplayOptions, ReplayProgress, WhatIf};
 pub use program::Program;
 pub use report::{
-    AddressOrders, Difference, Fidelity, InForce, Inferences, InferredLimit, LimitOrigin, Outcome, ReplayReport,
+    AddressOrders, Difference, Fidelity, InForce, Inferences, InferredLimit, LimitOrigin, Outcome, ReplayReport, Round,
     SettingChange, Steady,
 };
 

@@ -18,6 +18,9 @@ pub struct ReplayOptions<'a> {
     /// In how many orders of addresses a what-if is replayed, where addresses can matter; `None` is
     /// [`ADDRESS_ORDERS`].
     pub address_orders: Option<u32>,
+    /// How many times the program is run one after another, in further runs beside the answer, if more than once: see
+    /// [`ReplayReport::rounds`](super::ReplayReport::rounds).
+    pub rounds: u32,
     /// Leaves out the control: see [`ReplayReport::control`](super::ReplayReport::control).
     pub without_control: bool,
     /// How many threads replay them; `None` is one for each core.

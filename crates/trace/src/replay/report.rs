@@ -54,6 +54,9 @@ pub struct ReplayReport {
     /// for and the recording did not, and beyond it the same orders. `None` where addresses were as recorded, or do not
     /// matter.
     pub control: Option<AddressOrders>,
+    /// The program several times one after another on one device, where that was asked for: what it needs in a longer
+    /// run. Between two rounds all is freed. It ends with the first round that ran out of memory before its end.
+    pub rounds: Vec<Round>,
     /// Warnings about the result, such as a what-if on a recording that could not be reproduced.
     pub warnings: Vec<String>,
 }
@@ -88,6 +91,8 @@ impl ReplayReport {
             steady.remap_seconds_modelled += other.remap_seconds_modelled;
             steady.bytes_remapped += other.bytes_remapped;
         }
+        let both = self.rounds.iter().zip(other.rounds);
+        self.rounds = both.map(|(&round, other)| round.add(other)).collect();
         if matches!(self.outcome, Outcome::Completed) {
             self.outcome = other.outcome;
         }
@@ -213,6 +218,27 @@ pub struct Steady {
     pub remap_seconds_modelled: f64,
     /// Bytes that were remapped.
     pub bytes_remapped: u64,
+}
+
+/// One of several runs of the program on the same device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Round {
+    /// The largest sum of allocated bytes in it, each allocation rounded to 512 bytes.
+    pub peak_live_bytes: u64,
+    /// The largest sum of bytes reserved from the driver in it.
+    pub peak_reserved_bytes: u64,
+    /// Requests that ran out of memory.
+    pub ooms: u64,
+}
+
+impl Round {
+    fn add(self, other: Self) -> Self {
+        Self {
+            peak_live_bytes: self.peak_live_bytes.saturating_add(other.peak_live_bytes),
+            peak_reserved_bytes: self.peak_reserved_bytes.saturating_add(other.peak_reserved_bytes),
+            ooms: self.ooms + other.ooms,
+        }
+    }
 }
 
 /// How a replay ended.

@@ -9,5 +9,6 @@ mod paged;
 mod program;
 mod random;
 mod recordings;
+mod rounds;
 mod steady;
 mod what_ifs;

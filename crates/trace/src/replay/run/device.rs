@@ -165,6 +165,26 @@ impl ReplayDevice {
         self.allocator.free(allocation)
     }
 
+    /// Completes all uses, and makes the pools anew. All blocks are free.
+    pub fn begin_again(&mut self, pools: &[PoolOrigin]) -> Result<()> {
+        for paused in &mut self.paused_streams {
+            let work = self.driver.paused_work(paused.stream)?;
+            self.driver.run_paused(paused.stream, work)?;
+            paused.uses = 0;
+        }
+        for (pool, &origin) in self.pools.iter_mut().zip(pools) {
+            if let Some(used) = pool.filter(|pool| !pool.is_default()) {
+                match self.allocator.pools()?.release_pool(DEVICE, used) {
+                    // The program has released it.
+                    Ok(()) | Err(Error::PoolReleased { .. } | Error::UnknownPool { .. }) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            *pool = create_pool(&*self.allocator, origin)?;
+        }
+        Ok(())
+    }
+
     /// Completes a use, unless a wait of the allocator has completed it already.
     pub fn complete(&mut self, paused: PausedUse) -> Result<()> {
         let paused_stream = &self.paused_streams[usize::from(paused.stream)];

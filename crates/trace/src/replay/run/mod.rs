@@ -4,6 +4,7 @@ mod compare;
 mod device;
 mod memory;
 mod restore;
+mod rounds;
 
 use std::time::{Duration, Instant};
 
@@ -110,6 +111,22 @@ pub(super) type OnProgress<'a> = Option<&'a dyn Fn(ReplayProgress)>;
 
 impl Run<'_> {
     pub fn run(&self, progress: OnProgress<'_>) -> std::result::Result<RunResult, ReplayError> {
+        let mut runner = match self.start(progress)? {
+            Ok(runner) => runner,
+            Err(not_started) => return Ok(*not_started),
+        };
+        let before = runner.device.counters();
+        let start = Instant::now();
+        runner.run_steps()?;
+        runner.result.run_time = start.elapsed();
+        Ok(runner.finish(before)?)
+    }
+
+    /// Makes the device and restores the initial state. Where that is not possible, that is the result.
+    fn start<'r>(
+        &'r self,
+        progress: OnProgress<'r>,
+    ) -> std::result::Result<std::result::Result<Runner<'r>, Box<RunResult>>, ReplayError> {
         let plan = self.plan;
         let mut memory = DeviceMemory::new(self)?;
         memory.add(bytes_of::<Option<Allocation>>(plan.slots))?;
@@ -131,9 +148,9 @@ impl Run<'_> {
             Ok(()) => {}
             Err(error) if self.expected.is_some() => {
                 let first_difference = Some(self.not_restored(&error));
-                return Ok(RunResult { first_difference, not_started: true, ..RunResult::default() });
+                return Ok(Err(Box::new(RunResult { first_difference, not_started: true, ..RunResult::default() })));
             }
-            Err(Error::OutOfMemory(report)) => return Ok(out_of_memory_at_start(&device, report)?),
+            Err(Error::OutOfMemory(report)) => return Ok(Err(Box::new(out_of_memory_at_start(&device, report)?))),
             Err(error) => return Err(error.into()),
         }
         if let (Some(limit), Some(caching)) = (self.memory_limit, device.caching()) {
@@ -143,10 +160,8 @@ impl Run<'_> {
         device.allocator().reset_peak_stats(DEVICE)?;
         device.allocator().reset_accumulated_stats(DEVICE)?;
         device.take_segment_actions();
-        let before = device.counters();
-
-        let live_bytes = slots.iter().flatten().map(|block: &Allocation| live_size(block.bytes_requested)).sum::<u64>();
-        let mut runner = Runner {
+        let live_bytes = live_bytes(&slots);
+        Ok(Ok(Runner {
             run: self,
             progress,
             device,
@@ -165,11 +180,7 @@ impl Run<'_> {
             completed_late: Vec::new(),
             before_steady: None,
             memory,
-        };
-        let start = Instant::now();
-        runner.run_steps()?;
-        runner.result.run_time = start.elapsed();
-        Ok(runner.finish(before)?)
+        }))
     }
 
     fn restore(&self, device: &mut ReplayDevice, slots: &mut [Option<Allocation>]) -> Result<()> {
@@ -209,6 +220,11 @@ impl Run<'_> {
 /// What a request counts as live; an empty one gets no block.
 fn live_size(requested: u64) -> u64 {
     if requested == 0 { 0 } else { SizeRules::round_to_block(requested) }
+}
+
+/// What the blocks in use count as live.
+fn live_bytes(slots: &[Option<Allocation>]) -> u64 {
+    slots.iter().flatten().map(|block| live_size(block.bytes_requested)).sum()
 }
 
 /// What was in use at the first event does not fit.
@@ -252,7 +268,8 @@ enum Flow {
 }
 
 impl<'a> Runner<'a> {
-    fn run_steps(&mut self) -> std::result::Result<(), ReplayError> {
+    /// Makes all steps, or those up to one that stops the run. Returns whether it was all.
+    fn run_steps(&mut self) -> std::result::Result<bool, ReplayError> {
         const PROGRESS_STEPS: usize = 1 << 14;
         let steps = &self.run.plan.steps;
         let steady_start = self.run.first_steady_step();
@@ -270,17 +287,17 @@ impl<'a> Runner<'a> {
             }
             match self.run_step(number, step) {
                 Ok(Flow::Continue) => {}
-                Ok(Flow::Stop) => return Ok(()),
+                Ok(Flow::Stop) => return Ok(false),
                 // Something inferred was wrong: a difference, after which something else may be tried.
                 Err(error) if self.run.expected.is_some() => {
                     self.comparison.differs(step.event(), "a call without an error", error);
-                    return Ok(());
+                    return Ok(false);
                 }
                 Err(error) => return Err(error.into()),
             }
         }
         self.report_progress(steps.len(), steps.len());
-        Ok(())
+        Ok(true)
     }
 
     #[inline]

@@ -1,0 +1,67 @@
+//! Several runs of a recorded program, one after another on the same device.
+
+use warpool_trace::replay::{AllocatorChoice, ReplayOptions, ReplayReport, replay};
+
+use crate::common::recording;
+
+fn rounds(name: &str, options: &ReplayOptions<'_>) -> ReplayReport {
+    replay(&recording(&format!("{name}.pickle.xz")).snapshot, options).expect("a good recording")
+}
+
+/// Every round needs the same memory of the program, and the first one is the run that is reported: with streams that
+/// use each other's blocks, with pools that the program releases, with blocks from before the first event, and with
+/// settings that it changed.
+#[test]
+fn every_round_is_the_whole_program() {
+    let names = [
+        "prefetch_streams_train.native",
+        "mempool.native",
+        "graphs.expandable",
+        "pools.native",
+        "ring.late_streams",
+        "churn.switched_expandable",
+    ];
+    for name in names {
+        for allocator in AllocatorChoice::ALL {
+            let options = ReplayOptions { allocator, address_orders: Some(1), rounds: 3, ..ReplayOptions::default() };
+            let report = rounds(name, &options);
+            assert_eq!(report.rounds.len(), 3, "{name}, {allocator:?}");
+            let first = report.rounds[0].peak_reserved_bytes;
+            assert_eq!(first, report.peak_reserved_bytes, "{name}, {allocator:?}");
+            for round in &report.rounds {
+                assert_eq!(round.peak_live_bytes, report.peak_live_bytes, "{name}, {allocator:?}");
+                assert_eq!(round.ooms, 0, "{name}, {allocator:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn without_being_asked_for_there_are_none() {
+    assert!(rounds("pools.native", &ReplayOptions::default()).rounds.is_empty());
+}
+
+/// What is left in fragments of pages grows by a percent or two, however often the program begins again.
+#[test]
+fn pages_do_not_grow_from_round_to_round() {
+    for name in ["prefetch_streams_train.native", "resnet_train.native"] {
+        let allocator = AllocatorChoice::Paged;
+        let report = rounds(name, &ReplayOptions { allocator, rounds: 30, ..ReplayOptions::default() });
+        for (number, round) in (1..).zip(&report.rounds) {
+            let (live, reserved) = (round.peak_live_bytes, round.peak_reserved_bytes);
+            assert!(reserved * 1000 <= live * 1015, "{name}, round {number}: {reserved} reserved, {live} live");
+        }
+    }
+}
+
+/// They end where a request runs out of memory that did not in the recording.
+#[test]
+fn rounds_end_where_memory_does() {
+    let capacity = Some(6 << 30);
+    let report = rounds("resnet_train.native", &ReplayOptions { capacity, rounds: 3, ..ReplayOptions::default() });
+    let [round] = report.rounds.as_slice() else { panic!("one round, not {:?}", report.rounds) };
+    assert_eq!(round.ooms, 1);
+    // A request that failed in the recording too fails in every round, and the program goes on.
+    let report = rounds("verdict.limit", &ReplayOptions { rounds: 3, ..ReplayOptions::default() });
+    assert_eq!(report.rounds.iter().map(|round| round.ooms).collect::<Vec<_>>(), [1, 1, 1]);
+}
