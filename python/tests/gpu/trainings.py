@@ -204,6 +204,8 @@ def _run(allocator: str, training: Callable[[int], Any], steps: int) -> None:
     memory = DeviceMemory()
     trained = training(steps)
     losses, groups = torch.zeros(steps, device="cuda"), []
+    # The peaks so far after each group: steps, active and reserved bytes.
+    peaks: List[Tuple[int, int, int]] = []
     torch.cuda.synchronize()
     began = start = time.perf_counter()
     for number in range(steps):
@@ -213,6 +215,8 @@ def _run(allocator: str, training: Callable[[int], Any], steps: int) -> None:
             now = time.perf_counter()
             groups.append((now - start) / GROUP)
             memory.sample()
+            stats = torch.cuda.memory_stats()
+            peaks.append((number + 1, stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]))
             # Reading the memory is no part of a step.
             start = time.perf_counter()
     torch.cuda.synchronize()
@@ -228,6 +232,7 @@ def _run(allocator: str, training: Callable[[int], Any], steps: int) -> None:
         allocated=torch.cuda.max_memory_allocated(),
         active=stats["active_bytes.all.peak"],
         reserved=torch.cuda.max_memory_reserved(),
+        peaks=peaks,
         device=device_peak,
         device_samples=memory.samples,
         step_ms=[1e3 * group for group in groups],

@@ -15,8 +15,10 @@ pub(super) struct FillMemory {
     pub(super) runs: FreeRuns,
     /// The pages that may be taken for it.
     pub(super) takeable: PageSet,
-    /// Those of them that are in free blocks of other heaps; once `Fill::free_slots` has counted, all.
+    /// Those of them that are in free blocks of other heaps.
     pub(super) free_elsewhere: PageSet,
+    /// All that may be taken for any window, while they are counted.
+    pub(super) free_anywhere: PageSet,
     /// Those that are taken back.
     pub(super) taken_back: PageSet,
     pub(super) take_lists: TakeLists,

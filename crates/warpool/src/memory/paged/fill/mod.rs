@@ -6,14 +6,16 @@
 //!    not enough, a window is chosen anew for which those that are free in other heaps count too.
 //! 3. Further pages come, in this order, from: those that belong nowhere; free blocks of this heap, the smallest first;
 //!    free blocks of other heaps, behind an event of their stream; the driver. Other heaps come before this one if one
-//!    of them has more free memory. If they are asked, large pages of all come before smaller ones. Before the driver
-//!    is asked for a few, the window is looked for that leaves most memory for others: it may need none, at the price
-//!    of more calls.
+//!    of them has more free memory. If they are asked, large pages of all come before smaller ones.
+//!    Before the driver is asked, another window is looked for that needs none, at the price of more calls: if a few
+//!    slots are missing, the one that leaves most memory for others; if free pages are too large for the gaps, one
+//!    with larger gaps.
 //! 4. They are mapped. Where they were before, they stay mapped for a while (`pages/`).
 //!
 //! If there are not enough, all go back to where they were. If a mapping fails midway, what was mapped so far becomes
 //! free blocks, and the rest of the window holes.
 
+mod aim;
 mod map;
 mod order;
 mod take;
@@ -21,6 +23,7 @@ mod take_back;
 
 use warpool_driver::{EventId, StreamId};
 
+use self::aim::{Aim, HOLES_FOR_MEMORY, WithoutNewPages};
 use crate::memory::limit::share_of;
 use crate::memory::paged::address_space::Location;
 use crate::memory::paged::biased_lock::BiasedLock;
@@ -30,7 +33,7 @@ use crate::memory::paged::heap::{Heap, kind_of, rounded};
 use crate::memory::paged::old_mappings;
 use crate::memory::paged::page_set::PageSet;
 use crate::memory::paged::page_sizes::PageSizes;
-use crate::memory::paged::pages::{FIRST_PAGE, Mapping, PageId, PageTable, Slot};
+use crate::memory::paged::pages::{Mapping, PageId, PageTable, Slot};
 use crate::memory::paged::reclaim;
 use crate::memory::paged::supply::Supply;
 use crate::memory::paged::window::{Wanted, Window};
@@ -69,6 +72,7 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
         others_first: false,
         own_page: false,
         aim: if request.on_oom { Aim::Fit } else { Aim::FewCalls },
+        without_new: WithoutNewPages::default(),
         whole_pages: false,
         ordered_after: None,
         recorded: Vec::new(),
@@ -92,6 +96,8 @@ struct Fill<'a> {
     /// Whether it gets a new page rather than one that other heaps would take again (`contention.rs`).
     own_page: bool,
     aim: Aim,
+    /// The bounds of windows without new pages, once one was found that needs some.
+    without_new: WithoutNewPages,
     /// Whether the window has room for the largest pages.
     whole_pages: bool,
     /// Once pages of another heap were taken: the streams that the request's stream waits for since the last time.
@@ -99,29 +105,6 @@ struct Fill<'a> {
     /// Events behind the work of other streams, recorded after all pages were taken.
     recorded: Vec<(StreamId, EventId)>,
 }
-
-/// What counts in the choice of a window, and whether there may be new pages in it.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Aim {
-    /// Few driver calls. If only few pages are missing then, another window may need none.
-    FewCalls,
-    /// Memory, without new pages: with so many free slots at most, of which so many are to be mapped at most.
-    NoNewPages { slots: u32, mapped: u32 },
-    /// Few driver calls again, since there is no window without new pages.
-    NewPages,
-    /// Memory: the request would run out of it otherwise.
-    Fit,
-}
-
-impl Aim {
-    /// Whether memory counts before driver calls.
-    fn is_memory(self) -> bool {
-        matches!(self, Self::NoNewPages { .. } | Self::Fit)
-    }
-}
-
-/// So many slots more are mapped, at most, to do without new pages.
-const MAPPED_FOR_MEMORY: u32 = 32;
 
 /// That a window was not filled is an answer too.
 type OrUnfilled = std::result::Result<(), Unfilled>;
@@ -131,8 +114,11 @@ type OrUnfilled = std::result::Result<(), Unfilled>;
 enum Unfilled {
     /// This heap has not enough pages, and others were not asked.
     NotAlone,
-    /// It needs new pages, and another window may need none.
-    NeedsNewPages,
+    /// It needs new pages, and another window may need none: one in which all gaps have a multiple of so many slots,
+    /// if what is free is too large for the gaps of this one.
+    NeedsNewPages {
+        gap_slots: Option<u32>,
+    },
     OutOfMemory(OomCause),
 }
 
@@ -176,25 +162,27 @@ impl Fill<'_> {
             if let Some(block) = heap.allocate(requested) {
                 return Ok(Ok(block));
             }
-            let (unit, tightest) = (self.unit(), self.aim.is_memory());
+            let (unit, tightest, gap_slots) = (self.unit(), self.aim.is_memory(), self.aim.gap_slots());
             let FillMemory { search, runs, takeable, free_elsewhere, .. } = self.memory;
             find_free_pages(self.table, &heap, takes_own, takeable);
             takeable.insert_all(free_elsewhere);
             takeable.remove_all(&excluded);
             heap.find_free_runs(kind, bytes, runs);
-            let wanted = Wanted { table: self.table, runs, bytes, unit, tightest, takeable };
+            let wanted = Wanted { table: self.table, runs, bytes, unit, tightest, gap_slots, takeable };
             let chosen = search.choose(wanted);
-            if let Aim::NoNewPages { slots, mapped } = self.aim
-                && chosen.is_none_or(|window| self.whole_slots(window) > slots || self.holes(window) > mapped)
-            {
-                self.aim = Aim::NewPages;
+            if self.is_refused(chosen) {
+                self.aim = self.next_aim(self.without_new.gap_slots);
                 excluded = PageSet::default();
                 continue;
             }
             let Some(window) = chosen else {
                 drop(heap);
-                if !self.reserve_range(kind, bytes)? {
+                let reserved = self.could_fill_new(bytes) && self.reserve_range(kind, bytes)?;
+                if !reserved && self.aim.gap_slots() == 1 {
                     return Ok(Err(OomCause::Device));
+                } else if !reserved {
+                    self.aim = Aim::NewPages;
+                    excluded = PageSet::default();
                 }
                 continue;
             };
@@ -220,13 +208,12 @@ impl Fill<'_> {
             match unfilled? {
                 Unfilled::OutOfMemory(_) if self.request.on_oom && !self.whole_pages => self.whole_pages = true,
                 Unfilled::OutOfMemory(cause) => return Ok(Err(cause)),
-                Unfilled::NeedsNewPages => {
-                    self.aim = match self.aim {
-                        Aim::FewCalls => {
-                            Aim::NoNewPages { slots: self.free_slots(), mapped: self.holes(window) + MAPPED_FOR_MEMORY }
-                        }
-                        _ => Aim::NewPages,
-                    };
+                Unfilled::NeedsNewPages { gap_slots } => {
+                    if self.aim == Aim::FewCalls {
+                        let (slots, holes) = (self.free_pages().slots, self.holes(window) + HOLES_FOR_MEMORY);
+                        self.without_new = WithoutNewPages { slots, holes, gap_slots };
+                    }
+                    self.aim = self.next_aim(gap_slots);
                     excluded = PageSet::default();
                 }
                 Unfilled::NotAlone => {
@@ -280,20 +267,6 @@ impl Fill<'_> {
         self.slots(window).filter(|&slot| self.table.own_page(slot).is_none_or(is_free)).count() as u32
     }
 
-    /// The slots of all pages that may be taken.
-    fn free_slots(&mut self) -> u32 {
-        let mut free = std::mem::take(&mut self.memory.free_elsewhere);
-        free.clear_for(self.table.pages_end());
-        if !self.request.capturing {
-            self.add_free_elsewhere(&mut free);
-        }
-        free.insert_all(&self.memory.takeable);
-        let slots = (FIRST_PAGE..self.table.pages_end()).filter(|&page| free.contains(page));
-        let slots = slots.map(|page| self.table.page(page).slots).sum();
-        self.memory.free_elsewhere = free;
-        slots
-    }
-
     /// The slots of a window that have no page.
     fn holes(&self, window: Window) -> u32 {
         self.slots(window).filter(|&slot| self.table.own_page(slot).is_none()).count() as u32
@@ -314,11 +287,12 @@ impl Fill<'_> {
     }
 
     fn fill_gaps(&mut self, supply: &mut Supply) -> Result<OrUnfilled> {
-        if !self.aim.is_memory() {
+        let has_slack = !self.aim.is_without_new() && self.slack() > 0.0;
+        if has_slack || !self.takes_by_size() {
             self.take_spare(supply, 1);
         }
-        let may_grow = !matches!(self.aim, Aim::NoNewPages { .. }) && self.may_grow_first(supply);
-        let first = if may_grow { self.grow(supply).map(drop) } else { Ok(()) };
+        let grows = has_slack && self.is_within_slack(supply);
+        let first = if grows { self.grow(supply).map(drop) } else { Ok(()) };
         let taken = first.and_then(|()| self.take(supply));
         let obtained = taken.and_then(|()| self.obtain_rest(supply));
         if let Ok(Ok(())) = obtained {
@@ -349,31 +323,21 @@ impl Fill<'_> {
         if !self.asks_others && self.device.heaps.len() > 1 {
             return Ok(Err(Unfilled::NotAlone));
         }
-        if supply.slots_needed > 0 && !self.gets_new_pages(supply) {
-            return Ok(Err(Unfilled::NeedsNewPages));
+        if supply.slots_needed > 0
+            && let Some(unfilled) = self.other_window(supply)
+        {
+            return Ok(Err(unfilled));
         }
         Ok(self.grow(supply)?.map_err(Unfilled::OutOfMemory))
     }
 
-    /// Whether new pages are got for what the window still needs.
-    fn gets_new_pages(&self, supply: &Supply) -> bool {
-        // Without any free page there is none for another window either.
-        let has_none = supply.pages.is_empty() && self.memory.takeable.is_empty();
-        match self.aim {
-            // A window elsewhere can do with a few slots less.
-            Aim::FewCalls => supply.slots_needed > PageSizes::SLOTS_MAX || has_none,
-            Aim::NoNewPages { .. } => false,
-            Aim::NewPages | Aim::Fit => true,
-        }
-    }
-
-    /// How many slots are filled and taken together: as many as new pages have. If memory counts, none beyond the
-    /// request first; if it is short, then so many that every page has room.
+    /// How many slots are filled and taken together: as many as new pages have, or as gaps must have. If memory counts,
+    /// none beyond the request first; if it is short, then so many that every page has room.
     pub(super) fn unit(&self) -> u32 {
         match (self.aim.is_memory(), self.whole_pages) {
             (true, false) => 1,
             (true, true) => PageSizes::SLOTS_MAX,
-            _ => self.table.page_sizes.slots(self.table.reserved_all().current),
+            _ => self.table.page_sizes.slots(self.table.reserved_all().current).max(self.aim.gap_slots()),
         }
     }
 
@@ -382,15 +346,16 @@ impl Fill<'_> {
         self.request.pool.is_default() || !lock(&self.device.pools).is_fixed(self.request.pool)
     }
 
+    /// The percentage that may be reserved beyond what is active.
+    fn slack(&self) -> f64 {
+        lock(&self.device.shared().settings).paged_slack
+    }
+
     /// Whether more may be reserved before pages are taken from elsewhere.
-    fn may_grow_first(&self, supply: &Supply) -> bool {
-        let slack = lock(&self.device.shared().settings).paged_slack;
-        if slack <= 0.0 {
-            return false;
-        }
+    fn is_within_slack(&self, supply: &Supply) -> bool {
         let peak = self.device.peak_active_bytes(self.request.heap);
         let after = self.table.reserved_all().current + u64::from(supply.slots_needed) * self.table.slot_bytes;
-        after <= peak.saturating_add(share_of(peak, slack / 100.0))
+        after <= peak.saturating_add(share_of(peak, self.slack() / 100.0))
     }
 
     /// Reserves addresses for the heap: several times as many as it has, or as the request needs. They cost nothing,
@@ -403,7 +368,7 @@ impl Fill<'_> {
         let wanted = has
             .saturating_mul(GROWTH)
             .clamp(FIRST[kind as usize], most)
-            .max(bytes.saturating_add(2 * self.table.slot_bytes));
+            .max(bytes.saturating_add(u64::from(2 * PageSizes::SLOTS_MAX) * self.table.slot_bytes));
         let Some((base, bytes)) = self.device.space.reserve(self.device.instance(), wanted)? else { return Ok(false) };
         let number = self.table.add_range(base, bytes, self.request.heap, kind);
         let range = self.cell.lock().add_range(kind, number, base, bytes);

@@ -1,6 +1,6 @@
 //! Taking free pages from heaps: this one's, and others', whose work the request's stream then waits for (`order.rs`).
 
-use super::Fill;
+use super::{Aim, Fill};
 use crate::memory::Action;
 use crate::memory::paged::fill_memory::TakeLists;
 use crate::memory::paged::heap::{FreeBlock, Heap};
@@ -15,13 +15,13 @@ impl Fill<'_> {
     /// Takes free pages of this heap, and of others if they are asked: large ones from everywhere before smaller ones.
     /// Those fit where a large one does not any more, and there may be large ones left that fit nowhere.
     pub(super) fn take(&mut self, supply: &mut Supply) -> Result<()> {
-        if !self.asks_others && !self.aim.is_memory() {
+        if !self.takes_by_size() {
             self.take_own(supply, 1);
             return Ok(());
         }
         let mut slots_min = PageSizes::SLOTS_MAX;
         while slots_min > 0 && supply.slots_needed > 0 {
-            if self.table.has_pages_of(slots_min) {
+            if slots_min <= supply.next_max() && self.table.has_pages_of(slots_min) {
                 self.take_spare(supply, slots_min);
                 if self.asks_others && self.others_first {
                     self.take_from_others(supply, slots_min)?;
@@ -34,6 +34,12 @@ impl Fill<'_> {
             slots_min /= 2;
         }
         Ok(())
+    }
+
+    /// Whether large pages are taken before smaller ones, wherever they are. At first, and from this heap alone, they
+    /// are taken where that costs least.
+    pub(super) fn takes_by_size(&self) -> bool {
+        self.asks_others || self.aim != Aim::FewCalls
     }
 
     /// Takes pages of at least `slots_min` slots of this heap, if its pages may be taken.

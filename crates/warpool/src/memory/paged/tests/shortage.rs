@@ -54,6 +54,34 @@ fn small_pages_are_left_for_small_gaps() {
     assert_eq!(machine.defect(), None);
 }
 
+/// A gap of one slot is no reason to grow while large pages are free: the block goes where these fit.
+#[test]
+fn large_pages_are_used_where_small_ones_are_missing() {
+    let machine = Machine::with_capacity(200 * MIB, 2, Settings::default());
+    let paged = &machine.paged;
+    let allocate = |stream: usize, mib: u64| {
+        let block = paged.allocate_raw(Request::new(DEVICE, machine.streams[stream].id(), mib * MIB)).unwrap();
+        machine.write_tag(&block, 1, &machine.streams[stream]);
+        paged.check();
+        block
+    };
+    let reserved = || paged.page_stats(DEVICE).unwrap().reserved_bytes / MIB;
+    paged.set_page_sizes(0, u64::MAX);
+    let large = allocate(1, 40);
+    paged.set_page_sizes(u64::MAX, u64::MAX);
+    paged.free(allocate(0, 6)).unwrap();
+    // Two of these three pages go to the other stream for good.
+    let _kept = [allocate(1, 2), allocate(1, 2)];
+    paged.set_page_sizes(0, u64::MAX);
+    paged.free(large).unwrap();
+    assert_eq!(reserved(), 46);
+    // Ten slots: beside the page that is left, nine are missing.
+    allocate(0, 20);
+    assert_eq!(reserved(), 46, "ten pages of two slots were free");
+    machine.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    assert_eq!(machine.defect(), None);
+}
+
 /// Completing the pending frees of other streams is no reason to lose sight of this stream's statistics.
 #[test]
 fn peaks_are_exact_after_a_wait_for_pending_frees() {

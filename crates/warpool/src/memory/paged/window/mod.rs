@@ -5,6 +5,9 @@
 //! others: the one with the fewest slots that nothing else is in. A page that is free within the window is no gain
 //! then, since it could be taken to another one; what is free beside other blocks in a slot can be used nowhere else.
 //!
+//! If only large pages are free, it is the window that needs the fewest driver calls of those without gaps that these
+//! do not fit into.
+//!
 //! In some of the addresses pages may be mapped that were taken from there. A page that is free elsewhere is taken
 //! back; a mapping of one that is in use is undone, if the stream has passed. Addresses that were never used need no
 //! such call, so old mappings are left for as long as there are others: a program that comes back to the same sizes
@@ -52,6 +55,8 @@ pub(super) struct Wanted<'a> {
     pub(super) unit: u32,
     /// Whether memory counts before driver calls.
     pub(super) tightest: bool,
+    /// Every gap, which is a row of slots that pages have to be got for, has a multiple of so many slots.
+    pub(super) gap_slots: u32,
     /// The pages that may be taken from where they belong.
     pub(super) takeable: &'a PageSet,
 }
@@ -59,8 +64,8 @@ pub(super) struct Wanted<'a> {
 impl Search {
     #[inline(never)]
     pub(super) fn choose(&mut self, wanted: Wanted<'_>) -> Option<Window> {
-        // If memory counts first, pages in free blocks count too.
-        let chosen = self.best_of(wanted, !wanted.tightest);
+        // If memory counts first, pages in free blocks count too; if gaps count, it can be any run.
+        let chosen = self.best_of(wanted, !wanted.tightest && wanted.gap_slots == 1);
         #[cfg(test)]
         assert_eq!(chosen, self.best_of(wanted, false), "a better one is in a run not looked at");
         chosen
@@ -77,7 +82,7 @@ impl Search {
                 let (first, second) =
                     if wanted.tightest { (costs.whole_slots(&fit), fit.calls) } else { (fit.calls, fit.pages) };
                 let key = (first, second, candidate.addr);
-                if best.is_none_or(|(other, _)| key < other) && !costs.cuts_page(&fit) {
+                if best.is_none_or(|(other, _)| key < other) && !costs.cuts_page(&fit) && costs.has_gaps(&fit, wanted) {
                     best = Some((key, costs.window(candidate, &fit)));
                 }
             });

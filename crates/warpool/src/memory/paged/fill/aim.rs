@@ -1,0 +1,135 @@
+//! What counts in the choice of a window. New pages are the last resort: before them, windows are tried that need none.
+
+use super::{Fill, Unfilled, find_free_pages};
+use crate::memory::paged::page_sizes::PageSizes;
+use crate::memory::paged::supply::Supply;
+use crate::memory::paged::window::Window;
+
+/// What counts in the choice of a window, and whether there may be new pages in it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Aim {
+    /// Few driver calls. If it needs new pages then, another window may need none.
+    FewCalls,
+    /// Memory, without new pages.
+    NoNewPages,
+    /// Gaps that large pages fit into, without new pages: small ones are used up. All gaps have a multiple of so many
+    /// slots.
+    LargeGaps { slots: u32 },
+    /// Few driver calls again, since there is no window without new pages.
+    NewPages,
+    /// Memory: the request would run out of it otherwise.
+    Fit,
+}
+
+impl Aim {
+    /// Whether memory counts before driver calls.
+    pub(super) fn is_memory(self) -> bool {
+        matches!(self, Self::NoNewPages | Self::Fit)
+    }
+
+    /// Whether there may be no new pages.
+    pub(super) fn is_without_new(self) -> bool {
+        matches!(self, Self::NoNewPages | Self::LargeGaps { .. })
+    }
+
+    /// Gaps have a multiple of so many slots.
+    pub(super) fn gap_slots(self) -> u32 {
+        if let Self::LargeGaps { slots } = self { slots } else { 1 }
+    }
+}
+
+/// What a window may need that is chosen to do without new pages.
+#[derive(Clone, Copy, Default)]
+pub(super) struct WithoutNewPages {
+    /// Free slots: all that there are.
+    pub(super) slots: u32,
+    /// Slots without a page, if memory counts.
+    pub(super) holes: u32,
+    /// A multiple of so many slots in all gaps, if what is free is too large for smaller ones.
+    pub(super) gap_slots: Option<u32>,
+}
+
+/// A window without new pages may have so many holes more than the one that needs the fewest calls.
+pub(super) const HOLES_FOR_MEMORY: u32 = 32;
+
+/// One with larger gaps may have so many: 8 GiB, for which some thousand pages are mapped.
+const HOLES_FOR_LARGE_GAPS: u32 = 4096;
+
+/// The pages that may be taken.
+pub(super) struct FreePages {
+    pub(super) slots: u32,
+    /// The slots of the smallest.
+    smallest: u32,
+}
+
+impl Fill<'_> {
+    /// Whether another window is looked for, rather than new pages for what this one still needs.
+    pub(super) fn other_window(&mut self, supply: &Supply) -> Option<Unfilled> {
+        if matches!(self.aim, Aim::NewPages | Aim::Fit) {
+            return None;
+        }
+        // For a request of a few slots, a large page would be too large.
+        let gap_slots_max = (self.request.requested / self.table.slot_bytes / 4).min(PageSizes::SLOTS_MAX.into());
+        let are_many = supply.slots_needed > PageSizes::SLOTS_MAX;
+        if self.aim == Aim::FewCalls && are_many && gap_slots_max <= u64::from(supply.next_max()) {
+            return None;
+        }
+        let free = self.free_pages();
+        let are_too_large = free.smallest > supply.next_max() && u64::from(free.smallest) <= gap_slots_max;
+        let gap_slots = (are_too_large && free.slots >= supply.slots_needed).then_some(free.smallest);
+        // Elsewhere a few slots less may do. Without any free page there is none for another window either.
+        let has_none = supply.pages.is_empty() && free.slots == 0;
+        if self.aim == Aim::FewCalls && gap_slots.is_none() && (are_many || has_none) {
+            return None;
+        }
+        Some(Unfilled::NeedsNewPages { gap_slots })
+    }
+
+    /// What counts in the choice of the next window, after one that needs new pages.
+    pub(super) fn next_aim(&self, gap_slots: Option<u32>) -> Aim {
+        match (self.aim, gap_slots) {
+            (Aim::FewCalls, _) => Aim::NoNewPages,
+            (Aim::NoNewPages, Some(slots)) => Aim::LargeGaps { slots },
+            (Aim::LargeGaps { slots: before }, Some(slots)) if slots > before => Aim::LargeGaps { slots },
+            _ => Aim::NewPages,
+        }
+    }
+
+    /// Whether a window would need new pages, or too many driver calls to do without. There may be none.
+    pub(super) fn is_refused(&self, window: Option<Window>) -> bool {
+        let WithoutNewPages { slots, holes, .. } = self.without_new;
+        let holes = match (self.aim, window) {
+            (Aim::NoNewPages, _) => holes,
+            // Where there is none, addresses are reserved.
+            (Aim::LargeGaps { .. }, Some(_)) => HOLES_FOR_LARGE_GAPS,
+            _ => return false,
+        };
+        window.is_none_or(|window| self.whole_slots(window) > slots || self.holes(window) > holes)
+    }
+
+    /// Whether a window in addresses that were never used could be filled, as far as that is known.
+    pub(super) fn could_fill_new(&self, bytes: u64) -> bool {
+        let slots = bytes.div_ceil(self.table.slot_bytes).next_multiple_of(self.unit().into());
+        let most = self.without_new.slots.min(HOLES_FOR_LARGE_GAPS);
+        self.aim.gap_slots() == 1 || slots <= most.into()
+    }
+
+    /// All pages that may be taken, whether or not they were tried before.
+    pub(super) fn free_pages(&mut self) -> FreePages {
+        let (takes_own, mut free) = (self.takes_own(), std::mem::take(&mut self.memory.free_anywhere));
+        let mut heap = self.cell.lock();
+        heap.merge_recent();
+        find_free_pages(self.table, &heap, takes_own, &mut free);
+        drop(heap);
+        if !self.request.capturing {
+            self.add_free_elsewhere(&mut free);
+        }
+        let (mut slots, mut smallest) = (0, u32::MAX);
+        free.for_each_in_both(&free, |page| {
+            let page = self.table.page(page).slots;
+            (slots, smallest) = (slots + page, smallest.min(page));
+        });
+        self.memory.free_anywhere = free;
+        FreePages { slots, smallest }
+    }
+}
