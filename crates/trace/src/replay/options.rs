@@ -95,6 +95,6 @@ impl AllocatorChoice {
 pub struct ReplayProgress {
     /// Events replayed in this run.
     pub done: u64,
-    /// All events.
+    /// All events, of all rounds.
     pub total: u64,
 }

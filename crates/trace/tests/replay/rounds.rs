@@ -1,6 +1,8 @@
 //! Several runs of a recorded program, one after another on the same device.
 
-use warpool_trace::replay::{AllocatorChoice, ReplayOptions, ReplayReport, replay};
+use std::cell::Cell;
+
+use warpool_trace::replay::{AllocatorChoice, ReplayOptions, ReplayProgress, ReplayReport, replay};
 
 use crate::common::recording;
 
@@ -34,6 +36,15 @@ fn every_round_is_the_whole_program() {
             }
         }
     }
+}
+
+#[test]
+fn progress_goes_over_all_rounds() {
+    let last = Cell::new(None);
+    let progress = |progress: ReplayProgress| last.set(Some(progress));
+    let report = rounds("pools.native", &ReplayOptions { rounds: 3, progress: Some(&progress), ..Default::default() });
+    let total = 3 * report.events;
+    assert_eq!(last.get(), Some(ReplayProgress { done: total, total }));
 }
 
 #[test]

@@ -164,6 +164,8 @@ impl Run<'_> {
         Ok(Ok(Runner {
             run: self,
             progress,
+            round: 0,
+            rounds: 1,
             device,
             slots,
             comparison: Comparison::new(self.device, self.events),
@@ -242,6 +244,9 @@ fn out_of_memory_at_start(device: &ReplayDevice, report: Box<OomReport>) -> Resu
 struct Runner<'a> {
     run: &'a Run<'a>,
     progress: OnProgress<'a>,
+    /// Which run of the program this is, counted from 0, and of how many.
+    round: u32,
+    rounds: u32,
     device: ReplayDevice,
     slots: Vec<Option<Allocation>>,
     comparison: Comparison<'a>,
@@ -509,9 +514,10 @@ impl<'a> Runner<'a> {
     /// In events of the recording, of which there are more than steps.
     fn report_progress(&self, step: usize, steps: usize) {
         if let Some(progress) = self.progress {
-            let total = self.run.events.len() as u64;
-            let done = if steps == 0 { total } else { total * step as u64 / steps as u64 };
-            progress(ReplayProgress { done, total });
+            let events = self.run.events.len() as u64;
+            let done = if steps == 0 { events } else { events * step as u64 / steps as u64 };
+            let (before, total) = (events * u64::from(self.round), events * u64::from(self.rounds));
+            progress(ReplayProgress { done: before + done, total });
         }
     }
 }

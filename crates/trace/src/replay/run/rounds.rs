@@ -20,7 +20,9 @@ impl Run<'_> {
             }
         };
         let mut results = Vec::new();
+        runner.rounds = rounds;
         for round in 0..rounds {
+            runner.round = round;
             let completed = (round == 0 || runner.begin_again()?) && runner.run_steps()?;
             results.push(runner.round()?);
             if !completed {
