@@ -43,6 +43,11 @@ pub(super) struct DeviceMemory {
     steps_left: u32,
 }
 
+/// Blocks of the initial state that were freed already.
+fn pending_at_start(run: &Run<'_>) -> u64 {
+    run.plan.initial_blocks.iter().filter(|block| block.paused.is_some()).count() as u64
+}
+
 impl DeviceMemory {
     /// For the device of a run, before it exists.
     pub fn new(run: &Run<'_>) -> Result<Self, Exceeded> {
@@ -53,7 +58,7 @@ impl DeviceMemory {
             + plan.pools.len() as u64 * POOL_BYTES;
         let Settings { expandable_segments, .. } = *run.settings;
         let may_map = expandable_segments || !run.toggles.is_empty() || run.inference.initial.is_some();
-        let pending = plan.initial_blocks.iter().filter(|block| block.paused.is_some()).count() as u64;
+        let pending = pending_at_start(run);
         let charge = Charge::of(run.budget, fixed)?;
         Ok(Self { charge, fixed, capacity: run.capacity, may_map, pending, steps_left: 0 })
     }
@@ -80,6 +85,11 @@ impl DeviceMemory {
         }
         self.charge.raise_to(self.fixed + mapped + blocks + calls * BLOCK_BYTES + self.pending * PENDING_BYTES);
         Ok(self.charge.budget().check()?)
+    }
+
+    /// All uses have completed, and the initial state is restored.
+    pub fn begin_again(&mut self, run: &Run<'_>) {
+        self.pending = pending_at_start(run);
     }
 
     /// What was taken out of the budget at most.

@@ -58,6 +58,7 @@ impl Runner<'_> {
                 outcome => outcome.map(|()| true)?,
             };
         }
+        self.memory.begin_again(run);
         self.live_bytes = live_bytes(&self.slots);
         self.result.peak_live_bytes = self.live_bytes;
         Ok(fits)
