@@ -46,6 +46,10 @@ impl PageSet {
         self.words[word] |= bit;
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.words.iter().all(|&word| word == 0)
+    }
+
     #[inline]
     pub(super) fn contains(&self, page: PageId) -> bool {
         self.bit(page) == 1

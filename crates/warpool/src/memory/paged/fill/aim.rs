@@ -77,8 +77,8 @@ impl Fill<'_> {
         let free = self.free_pages();
         let are_too_large = free.smallest > supply.next_max() && u64::from(free.smallest) <= gap_slots_max;
         let gap_slots = (are_too_large && free.slots >= supply.slots_needed).then_some(free.smallest);
-        // Elsewhere a few slots less may do. Without any free page there is none for another window either.
-        let has_none = supply.pages.is_empty() && free.slots == 0;
+        // Elsewhere a few slots less may do. Without any free page, also in this window, there is none for another one.
+        let has_none = supply.pages.is_empty() && self.memory.takeable.is_empty();
         if self.aim == Aim::FewCalls && gap_slots.is_none() && (are_many || has_none) {
             return None;
         }
