@@ -1,20 +1,23 @@
 //! Requests when memory is short, step by step.
 
 use super::machine::{DEVICE, MIB, Machine};
-use crate::memory::{DeviceAllocator as _, Request, Settings};
+use crate::memory::{Allocation, DeviceAllocator as _, Request, Settings};
+
+/// A block that its stream has written to.
+fn allocate(machine: &Machine, stream: usize, bytes: u64) -> Allocation {
+    let stream = &machine.streams[stream];
+    let block = machine.paged.allocate_raw(Request::new(DEVICE, stream.id(), bytes)).unwrap();
+    machine.write_tag(&block, 1, stream);
+    machine.paged.check();
+    block
+}
 
 /// An old mapping, of a page that is in use elsewhere, is in the only place where the request needs no further page.
 #[test]
 fn old_mappings_make_no_request_run_out_of_memory() {
     let machine = Machine::with_capacity(40 * MIB, 2, Settings::default());
     let paged = &machine.paged;
-    let allocate = |stream: usize, bytes: u64| {
-        let request = Request::new(DEVICE, machine.streams[stream].id(), bytes);
-        let block = paged.allocate_raw(request).unwrap();
-        machine.write_tag(&block, 1, &machine.streams[stream]);
-        paged.check();
-        block
-    };
+    let allocate = |stream: usize, bytes: u64| allocate(&machine, stream, bytes);
     // Three pages and one byte of a fourth, which the next block shares.
     allocate(0, 6 * MIB + 1);
     let next = allocate(0, 2 * MIB);
@@ -35,12 +38,7 @@ fn old_mappings_make_no_request_run_out_of_memory() {
 fn small_pages_are_left_for_small_gaps() {
     let machine = Machine::with_capacity(40 * MIB, 2, Settings::default());
     let paged = &machine.paged;
-    let allocate = |stream: usize, mib: u64| {
-        let block = paged.allocate_raw(Request::new(DEVICE, machine.streams[stream].id(), mib * MIB)).unwrap();
-        machine.write_tag(&block, 1, &machine.streams[stream]);
-        paged.check();
-        block
-    };
+    let allocate = |stream: usize, mib: u64| allocate(&machine, stream, mib * MIB);
     let (small, _kept) = (allocate(0, 4), allocate(0, 2));
     paged.set_page_sizes(6 * MIB, u64::MAX);
     let large = allocate(1, 8);
@@ -59,12 +57,7 @@ fn small_pages_are_left_for_small_gaps() {
 fn large_pages_are_used_where_small_ones_are_missing() {
     let machine = Machine::with_capacity(200 * MIB, 2, Settings::default());
     let paged = &machine.paged;
-    let allocate = |stream: usize, mib: u64| {
-        let block = paged.allocate_raw(Request::new(DEVICE, machine.streams[stream].id(), mib * MIB)).unwrap();
-        machine.write_tag(&block, 1, &machine.streams[stream]);
-        paged.check();
-        block
-    };
+    let allocate = |stream: usize, mib: u64| allocate(&machine, stream, mib * MIB);
     let reserved = || paged.page_stats(DEVICE).unwrap().reserved_bytes / MIB;
     paged.set_page_sizes(0, u64::MAX);
     let large = allocate(1, 40);

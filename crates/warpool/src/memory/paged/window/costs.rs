@@ -230,7 +230,7 @@ impl<'a> Costs<'a> {
     }
 
     /// What a candidate needs; `None` if it cannot be used, but for [`cuts_page`](Self::cuts_page) and
-    /// [`has_gaps`](Self::has_gaps).
+    /// [`gaps_fit`](Self::gaps_fit).
     #[inline]
     pub(super) fn fit(&self, candidate: Candidate, cursor: &mut Cursor) -> Option<Fit> {
         let Candidate { mut first, mut last, .. } = candidate;
@@ -292,7 +292,7 @@ impl<'a> Costs<'a> {
     }
 
     /// Whether every gap of a window has a multiple of the slots that are wanted.
-    pub(super) fn has_gaps(&self, fit: &Fit, wanted: Wanted<'_>) -> bool {
+    pub(super) fn gaps_fit(&self, fit: &Fit, wanted: Wanted<'_>) -> bool {
         let Wanted { gap_slots, takeable, .. } = wanted;
         if gap_slots == 1 {
             return true;

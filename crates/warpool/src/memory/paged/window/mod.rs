@@ -82,7 +82,7 @@ impl Search {
                 let (first, second) =
                     if wanted.tightest { (costs.whole_slots(&fit), fit.calls) } else { (fit.calls, fit.pages) };
                 let key = (first, second, candidate.addr);
-                if best.is_none_or(|(other, _)| key < other) && !costs.cuts_page(&fit) && costs.has_gaps(&fit, wanted) {
+                if best.is_none_or(|(other, _)| key < other) && !costs.cuts_page(&fit) && costs.gaps_fit(&fit, wanted) {
                     best = Some((key, costs.window(candidate, &fit)));
                 }
             });
