@@ -27,7 +27,7 @@ const fn counted(
 
 /// Sorted by name.
 #[rustfmt::skip]
-const ALL: [Counted; 30] = [
+const ALL: [Counted; 32] = [
     counted("churn.expandable_cap",                1_774_190_592,  44, 7, 1),
     counted("churn.gc_call",                       1_530_920_960,  40, 0, 0),
     counted("churn.max_split_40_gc_roundup_8",     2_160_066_560,  57, 0, 0),
@@ -36,6 +36,7 @@ const ALL: [Counted; 30] = [
     counted("churn.switched_expandable",             358_612_992,  20, 0, 0),
     counted("device_full.expandable",            148_019_085_312,  74, 1, 1),
     counted("device_full.native",                148_086_194_176,  75, 1, 1),
+    counted("gnn_train.expandable",                1_145_044_992,  30, 0, 0),
     counted("graphs.expandable",                     958_398_464,  90, 0, 0),
     counted("graphs.native",                         182_452_224,  27, 0, 0),
     counted("mempool.native",                      1_130_364_928,  65, 0, 0),
@@ -49,6 +50,7 @@ const ALL: [Counted; 30] = [
     counted("ring.late_max_split_64",              4_550_819_840,   4, 0, 0),
     counted("ring.late_native",                      824_180_736,   0, 0, 0),
     counted("ring.late_streams",                     778_043_392,   2, 0, 0),
+    counted("serve.native",                       16_716_398_592, 136, 0, 0),
     counted("streams.empty_cache",                   847_249_408, 200, 0, 0),
     counted("streams.expandable_cap",              1_753_219_072,  87, 4, 0),
     counted("verdict.fragmentation",               1_887_436_800,   9, 1, 1),

@@ -90,11 +90,13 @@ fn every_allocator_reports_it() {
 }
 
 /// Recordings of whole programs.
-const PROGRAMS: [&str; 4] = [
+const PROGRAMS: [&str; 6] = [
+    "gnn_train.expandable.pickle.xz",
     "prefetch_streams_train.expandable.pickle.xz",
     "prefetch_streams_train.native.pickle.xz",
     "resnet_train.expandable.pickle.xz",
     "resnet_train.native.pickle.xz",
+    "serve.native.pickle.xz",
 ];
 
 /// Of what the paged allocator reserves, less than 2 % is not in use at the peak.

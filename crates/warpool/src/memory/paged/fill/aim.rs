@@ -3,7 +3,7 @@
 use super::{Fill, Unfilled, find_free_pages};
 use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::supply::Supply;
-use crate::memory::paged::window::Window;
+use crate::memory::paged::window::{MEMORY_FIRST, Window};
 
 /// What counts in the choice of a window, and whether there may be new pages in it.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -17,14 +17,16 @@ pub(super) enum Aim {
     LargeGaps { slots: u32 },
     /// Few driver calls again, since there is no window without new pages.
     NewPages,
+    /// Memory beside driver calls, with new pages that are small: much is lost in parts of pages already.
+    FewNewPages,
     /// Memory: the request would run out of it otherwise.
     Fit,
 }
 
 impl Aim {
-    /// Whether memory counts before driver calls.
+    /// Whether memory counts, before driver calls or beside them.
     pub(super) fn is_memory(self) -> bool {
-        matches!(self, Self::NoNewPages | Self::Fit)
+        matches!(self, Self::NoNewPages | Self::FewNewPages | Self::Fit)
     }
 
     /// Whether there may be no new pages.
@@ -49,6 +51,19 @@ pub(super) struct WithoutNewPages {
     pub(super) gap_slots: Option<u32>,
 }
 
+/// A slot that nothing else is in is worth so many driver calls, while all pages are small: a few of them are a percent
+/// of the memory then.
+const SMALL_SLOT_WORTH: u32 = 4;
+
+/// And so many once much is lost in free parts of pages.
+const SLOT_WORTH_IF_LOST: u32 = 32;
+
+/// So much of the reserved memory may be lost in free parts of pages, per mille, before new pages are small.
+const LOST_PER_MILLE: u64 = 7;
+
+/// And so many slots: in a program that still grows, a few parts are no sign of what will be lost.
+const LOST_SLOTS: u64 = 8;
+
 /// A window without new pages may have so many holes more than the one that needs the fewest calls.
 pub(super) const HOLES_FOR_MEMORY: u32 = 32;
 
@@ -65,24 +80,55 @@ pub(super) struct FreePages {
 impl Fill<'_> {
     /// Whether another window is looked for, rather than new pages for what this one still needs.
     pub(super) fn other_window(&mut self, supply: &Supply) -> Option<Unfilled> {
-        if matches!(self.aim, Aim::NewPages | Aim::Fit) {
-            return None;
-        }
-        // For a request of a few slots, a large page would be too large.
-        let gap_slots_max = (self.request.requested / self.table.slot_bytes / 4).min(PageSizes::SLOTS_MAX.into());
-        let are_many = supply.slots_needed > PageSizes::SLOTS_MAX;
-        if self.aim == Aim::FewCalls && are_many && gap_slots_max <= u64::from(supply.next_max()) {
+        if matches!(self.aim, Aim::NewPages | Aim::FewNewPages | Aim::Fit) {
             return None;
         }
         let free = self.free_pages();
+        if self.aim == Aim::FewCalls {
+            self.loses_much = self.bytes_in_parts(&free) > self.may_be_lost();
+        }
+        // For a request of a few slots, a large page would be too large.
+        let gap_slots_max = (self.request.requested / self.table.slot_bytes / 4).min(PageSizes::SLOTS_MAX.into());
         let are_too_large = free.smallest > supply.next_max() && u64::from(free.smallest) <= gap_slots_max;
         let gap_slots = (are_too_large && free.slots >= supply.slots_needed).then_some(free.smallest);
         // Elsewhere a few slots less may do. Without any free page, also in this window, there is none for another one.
+        let are_many = supply.slots_needed > PageSizes::SLOTS_MAX;
         let has_none = supply.pages.is_empty() && self.memory.takeable.is_empty();
-        if self.aim == Aim::FewCalls && gap_slots.is_none() && (are_many || has_none) {
+        if self.aim == Aim::FewCalls && gap_slots.is_none() && (are_many || has_none) && !self.loses_much {
             return None;
         }
         Some(Unfilled::NeedsNewPages { gap_slots })
+    }
+
+    /// How much is free in pages that other blocks have parts of: it can be used for smaller blocks only.
+    fn bytes_in_parts(&self, free: &FreePages) -> u64 {
+        let has_free = |number| number == self.request.heap && self.takes_own() || self.may_take_from(number);
+        let heaps = self.device.heaps.iter().filter(|&(number, _)| has_free(number));
+        let in_heaps: u64 = heaps.map(|(_, cell)| cell.lock().free_bytes()).sum();
+        let spare: u64 = self.table.spare_pages().iter().map(|&page| self.table.page_bytes(page)).sum();
+        (in_heaps + spare).saturating_sub(u64::from(free.slots) * self.table.slot_bytes)
+    }
+
+    /// How much of that there may be before memory counts more than driver calls.
+    fn may_be_lost(&self) -> u64 {
+        let share = self.table.reserved_all().current / 1000 * LOST_PER_MILLE;
+        // Pages that are small already need no reason to be.
+        if self.unit() == 1 { share } else { share + LOST_SLOTS * self.table.slot_bytes }
+    }
+
+    /// How many driver calls a slot is worth that nothing else is in.
+    pub(super) fn slot_worth(&self) -> u32 {
+        match self.aim {
+            Aim::NoNewPages | Aim::Fit => MEMORY_FIRST,
+            Aim::FewNewPages => SLOT_WORTH_IF_LOST,
+            _ if self.unit() == 1 => SMALL_SLOT_WORTH,
+            _ => 0,
+        }
+    }
+
+    /// What counts if there are to be new pages.
+    pub(super) fn with_new_pages(&self) -> Aim {
+        if self.loses_much { Aim::FewNewPages } else { Aim::NewPages }
     }
 
     /// What counts in the choice of the next window, after one that needs new pages.
@@ -91,7 +137,7 @@ impl Fill<'_> {
             (Aim::FewCalls, _) => Aim::NoNewPages,
             (Aim::NoNewPages, Some(slots)) => Aim::LargeGaps { slots },
             (Aim::LargeGaps { slots: before }, Some(slots)) if slots > before => Aim::LargeGaps { slots },
-            _ => Aim::NewPages,
+            _ => self.with_new_pages(),
         }
     }
 
@@ -121,9 +167,7 @@ impl Fill<'_> {
         heap.merge_recent();
         find_free_pages(self.table, &heap, takes_own, &mut free);
         drop(heap);
-        if !self.request.capturing {
-            self.add_free_elsewhere(&mut free);
-        }
+        self.add_free_elsewhere(&mut free);
         let (mut slots, mut smallest) = (0, u32::MAX);
         free.for_each_in_both(&free, |page| {
             let page = self.table.page(page).slots;

@@ -9,7 +9,7 @@
 //!    of them has more free memory. If they are asked, large pages of all come before smaller ones.
 //!    Before the driver is asked, another window is looked for that needs none, at the price of more calls: if a few
 //!    slots are missing, the one that leaves most memory for others; if free pages are too large for the gaps, one
-//!    with larger gaps.
+//!    with larger gaps. If much is lost in free parts of pages, new ones are small, and few are needed where they go.
 //! 4. They are mapped. Where they were before, they stay mapped for a while (`pages/`).
 //!
 //! If there are not enough, all go back to where they were. If a mapping fails midway, what was mapped so far becomes
@@ -73,6 +73,7 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
         own_page: false,
         aim: if request.on_oom { Aim::Fit } else { Aim::FewCalls },
         without_new: WithoutNewPages::default(),
+        loses_much: false,
         whole_pages: false,
         ordered_after: None,
         recorded: Vec::new(),
@@ -98,6 +99,8 @@ struct Fill<'a> {
     aim: Aim,
     /// The bounds of windows without new pages, once one was found that needs some.
     without_new: WithoutNewPages,
+    /// Whether much memory is lost in free parts of pages, so that there should be few new ones.
+    loses_much: bool,
     /// Whether the window has room for the largest pages.
     whole_pages: bool,
     /// Once pages of another heap were taken: the streams that the request's stream waits for since the last time.
@@ -162,13 +165,13 @@ impl Fill<'_> {
             if let Some(block) = heap.allocate(requested) {
                 return Ok(Ok(block));
             }
-            let (unit, tightest, gap_slots) = (self.unit(), self.aim.is_memory(), self.aim.gap_slots());
+            let (unit, slot_worth, gap_slots) = (self.unit(), self.slot_worth(), self.aim.gap_slots());
             let FillMemory { search, runs, takeable, free_elsewhere, .. } = self.memory;
             find_free_pages(self.table, &heap, takes_own, takeable);
             takeable.insert_all(free_elsewhere);
             takeable.remove_all(&excluded);
             heap.find_free_runs(kind, bytes, runs);
-            let wanted = Wanted { table: self.table, runs, bytes, unit, tightest, gap_slots, takeable };
+            let wanted = Wanted { table: self.table, runs, bytes, unit, slot_worth, gap_slots, takeable };
             let chosen = search.choose(wanted);
             if self.is_refused(chosen) {
                 self.aim = self.next_aim(self.without_new.gap_slots);
@@ -181,7 +184,7 @@ impl Fill<'_> {
                 if !reserved && self.aim.gap_slots() == 1 {
                     return Ok(Err(OomCause::Device));
                 } else if !reserved {
-                    self.aim = Aim::NewPages;
+                    self.aim = self.with_new_pages();
                     excluded = PageSet::default();
                 }
                 continue;

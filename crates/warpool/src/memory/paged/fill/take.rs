@@ -66,10 +66,7 @@ impl Fill<'_> {
         }
         let own = self.free_bytes(self.request.heap);
         let others = self.device.heaps.iter().map(|(number, _)| number).filter(|&number| number != self.request.heap);
-        others.into_iter().any(|number| {
-            let free = self.free_bytes(number);
-            free > own.max(bytes) && matches!(self.takeable(number), Takeable::After(_))
-        })
+        others.into_iter().any(|number| self.free_bytes(number) > own.max(bytes) && self.may_take_from(number))
     }
 
     /// The free memory of a heap, without what is smaller than a page.

@@ -25,13 +25,17 @@ impl Fill<'_> {
 
     /// Inserts those pages into a set with room for all.
     pub(super) fn add_free_elsewhere(&self, free: &mut PageSet) {
-        for (number, cell) in self.device.heaps.iter().filter(|&(number, _)| number != self.request.heap) {
-            if matches!(self.takeable(number), Takeable::After(_)) {
-                let mut heap = cell.lock();
-                heap.merge_recent();
-                self.table.add_free_pages(&heap, free);
-            }
+        for (_, cell) in self.device.heaps.iter().filter(|&(number, _)| self.may_take_from(number)) {
+            let mut heap = cell.lock();
+            heap.merge_recent();
+            self.table.add_free_pages(&heap, free);
         }
+    }
+
+    /// Whether a heap is another one, and its pages may be taken.
+    pub(super) fn may_take_from(&self, number: u32) -> bool {
+        let is_other = !self.request.capturing && number != self.request.heap;
+        is_other && matches!(self.takeable(number), Takeable::After(_))
     }
 
     /// Pages that are still mapped in the window, and belong to free blocks or to nothing, belong to the window again.

@@ -75,6 +75,21 @@ fn large_pages_are_used_where_small_ones_are_missing() {
     assert_eq!(machine.defect(), None);
 }
 
+/// Every block leaves a part of its last page free. Once that adds up, new pages have one slot.
+#[test]
+fn new_pages_are_small_once_much_is_lost_in_parts_of_pages() {
+    let machine = Machine::with_capacity(200 * MIB, 8, Settings::default());
+    let paged = &machine.paged;
+    paged.set_page_sizes(0, u64::MAX);
+    let reserved = |stream: usize| {
+        allocate(&machine, stream, 5 * MIB);
+        paged.page_stats(DEVICE).unwrap().reserved_bytes / MIB
+    };
+    // 3 MiB of two pages are lost each time, up to eight slots and 0.7 %.
+    assert_eq!((0..8).map(reserved).collect::<Vec<_>>(), [8, 16, 24, 32, 40, 48, 54, 60]);
+    assert_eq!(machine.defect(), None);
+}
+
 /// Completing the pending frees of other streams is no reason to lose sight of this stream's statistics.
 #[test]
 fn peaks_are_exact_after_a_wait_for_pending_frees() {

@@ -1,5 +1,6 @@
 //! Where a request goes that no free block can hold: the window of free addresses that needs the fewest driver calls;
-//! of those, the one that needs the fewest further pages; of those, the lowest.
+//! of those, the one that needs the fewest further pages; of those, the lowest. Where a slot of memory is worth some
+//! calls, it is the window that needs least of both: few calls, and few slots that nothing else is in.
 //!
 //! For a request that would run out of memory otherwise, or would need new pages, it is the window that leaves most for
 //! others: the one with the fewest slots that nothing else is in. A page that is free within the window is no gain
@@ -44,6 +45,9 @@ pub(super) struct Search {
     bounds: BoundsMemory,
 }
 
+/// Memory counts before driver calls.
+pub(super) const MEMORY_FIRST: u32 = u32::MAX;
+
 /// A search: for what, and where.
 #[derive(Clone, Copy)]
 pub(super) struct Wanted<'a> {
@@ -53,8 +57,8 @@ pub(super) struct Wanted<'a> {
     pub(super) bytes: u64,
     /// Holes are filled in units of so many slots.
     pub(super) unit: u32,
-    /// Whether memory counts before driver calls.
-    pub(super) tightest: bool,
+    /// How many driver calls a slot is worth that nothing else is in; [`MEMORY_FIRST`]: more than all.
+    pub(super) slot_worth: u32,
     /// Every gap, which is a row of slots that pages have to be got for, has a multiple of so many slots.
     pub(super) gap_slots: u32,
     /// The pages that may be taken from where they belong.
@@ -64,8 +68,8 @@ pub(super) struct Wanted<'a> {
 impl Search {
     #[inline(never)]
     pub(super) fn choose(&mut self, wanted: Wanted<'_>) -> Option<Window> {
-        // If memory counts first, pages in free blocks count too; if gaps count, it can be any run.
-        let chosen = self.best_of(wanted, !wanted.tightest && wanted.gap_slots == 1);
+        // If memory counts, pages in free blocks count too; if gaps count, it can be any run.
+        let chosen = self.best_of(wanted, wanted.slot_worth == 0 && wanted.gap_slots == 1);
         #[cfg(test)]
         assert_eq!(chosen, self.best_of(wanted, false), "a better one is in a run not looked at");
         chosen
@@ -79,8 +83,11 @@ impl Search {
             let costs = Costs::new(wanted, run, &mut self.sums);
             costs.candidates(|candidate, cursor| {
                 let Some(fit) = costs.fit(candidate, cursor) else { return };
-                let (first, second) =
-                    if wanted.tightest { (costs.whole_slots(&fit), fit.calls) } else { (fit.calls, fit.pages) };
+                let (first, second) = match wanted.slot_worth {
+                    0 => (fit.calls, fit.pages),
+                    MEMORY_FIRST => (costs.whole_slots(&fit), fit.calls),
+                    worth => (fit.calls + worth * costs.whole_slots(&fit), fit.pages),
+                };
                 let key = (first, second, candidate.addr);
                 if best.is_none_or(|(other, _)| key < other) && !costs.cuts_page(&fit) && costs.gaps_fit(&fit, wanted) {
                     best = Some((key, costs.window(candidate, &fit)));
