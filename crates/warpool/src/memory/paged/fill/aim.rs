@@ -51,18 +51,14 @@ pub(super) struct WithoutNewPages {
     pub(super) gap_slots: Option<u32>,
 }
 
-/// A slot that nothing else is in is worth so many driver calls, while all pages are small: a few of them are a percent
-/// of the memory then.
-const SMALL_SLOT_WORTH: u32 = 4;
-
-/// And so many once much is lost in free parts of pages.
-const SLOT_WORTH_IF_LOST: u32 = 32;
-
 /// So much of the reserved memory may be lost in free parts of pages, per mille, before new pages are small.
-const LOST_PER_MILLE: u64 = 7;
+const LOST_PER_MILLE: u64 = 8;
 
-/// And so many slots: in a program that still grows, a few parts are no sign of what will be lost.
+/// And so many slots beside that: in a program that still grows, a few parts are no sign of what will be lost.
 const LOST_SLOTS: u64 = 8;
+
+/// A slot that nothing else is in is worth so many driver calls then.
+const SLOT_WORTH_IF_LOST: u32 = 32;
 
 /// A window without new pages may have so many holes more than the one that needs the fewest calls.
 pub(super) const HOLES_FOR_MEMORY: u32 = 32;
@@ -80,13 +76,21 @@ pub(super) struct FreePages {
 impl Fill<'_> {
     /// Whether another window is looked for, rather than new pages for what this one still needs.
     pub(super) fn other_window(&mut self, supply: &Supply) -> Option<Unfilled> {
-        if matches!(self.aim, Aim::NewPages | Aim::FewNewPages | Aim::Fit) {
-            return None;
+        match self.aim {
+            Aim::NewPages | Aim::Fit => return None,
+            Aim::FewNewPages if supply.slots_needed <= self.slots_missing => return None,
+            Aim::FewNewPages => {
+                // Free pages that are too large for its gaps are left.
+                self.loses_much = false;
+                return Some(Unfilled::NeedsNewPages { gap_slots: None });
+            }
+            Aim::FewCalls => {
+                self.slots_missing = supply.slots_needed;
+                self.loses_much = self.takes_own() && self.bytes_in_parts() > self.may_be_lost();
+            }
+            Aim::NoNewPages | Aim::LargeGaps { .. } => {}
         }
         let free = self.free_pages();
-        if self.aim == Aim::FewCalls {
-            self.loses_much = self.bytes_in_parts(&free) > self.may_be_lost();
-        }
         // For a request of a few slots, a large page would be too large.
         let gap_slots_max = (self.request.requested / self.table.slot_bytes / 4).min(PageSizes::SLOTS_MAX.into());
         let are_too_large = free.smallest > supply.next_max() && u64::from(free.smallest) <= gap_slots_max;
@@ -100,16 +104,19 @@ impl Fill<'_> {
         Some(Unfilled::NeedsNewPages { gap_slots })
     }
 
-    /// How much is free in pages that other blocks have parts of: it can be used for smaller blocks only.
-    fn bytes_in_parts(&self, free: &FreePages) -> u64 {
-        let has_free = |number| number == self.request.heap && self.takes_own() || self.may_take_from(number);
-        let heaps = self.device.heaps.iter().filter(|&(number, _)| has_free(number));
-        let in_heaps: u64 = heaps.map(|(_, cell)| cell.lock().free_bytes()).sum();
-        let spare: u64 = self.table.spare_pages().iter().map(|&page| self.table.page_bytes(page)).sum();
-        (in_heaps + spare).saturating_sub(u64::from(free.slots) * self.table.slot_bytes)
+    /// How much is free in pages that blocks have parts of, in this heap and in those that pages may be taken from.
+    fn bytes_in_parts(&self) -> u64 {
+        let counts = |number| number == self.request.heap || self.may_take_from(number);
+        let heaps = self.device.heaps.iter().filter(|&(number, _)| counts(number));
+        let in_parts = heaps.map(|(_, cell)| {
+            let mut heap = cell.lock();
+            heap.merge_recent();
+            self.table.bytes_in_parts(&heap)
+        });
+        in_parts.sum()
     }
 
-    /// How much of that there may be before memory counts more than driver calls.
+    /// How much of that there may be before a slot is worth some driver calls.
     fn may_be_lost(&self) -> u64 {
         let share = self.table.reserved_all().current / 1000 * LOST_PER_MILLE;
         // Pages that are small already need no reason to be.
@@ -121,8 +128,7 @@ impl Fill<'_> {
         match self.aim {
             Aim::NoNewPages | Aim::Fit => MEMORY_FIRST,
             Aim::FewNewPages => SLOT_WORTH_IF_LOST,
-            _ if self.unit() == 1 => SMALL_SLOT_WORTH,
-            _ => 0,
+            Aim::FewCalls | Aim::LargeGaps { .. } | Aim::NewPages => 0,
         }
     }
 

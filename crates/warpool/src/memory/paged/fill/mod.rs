@@ -74,6 +74,7 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
         aim: if request.on_oom { Aim::Fit } else { Aim::FewCalls },
         without_new: WithoutNewPages::default(),
         loses_much: false,
+        slots_missing: 0,
         whole_pages: false,
         ordered_after: None,
         recorded: Vec::new(),
@@ -101,6 +102,8 @@ struct Fill<'a> {
     without_new: WithoutNewPages,
     /// Whether much memory is lost in free parts of pages, so that there should be few new ones.
     loses_much: bool,
+    /// How many slots the first window needed new pages for.
+    slots_missing: u32,
     /// Whether the window has room for the largest pages.
     whole_pages: bool,
     /// Once pages of another heap were taken: the streams that the request's stream waits for since the last time.

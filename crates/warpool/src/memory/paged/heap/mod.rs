@@ -374,6 +374,11 @@ impl Heap {
         }
     }
 
+    /// Calls `each` with every free block of the large ones' area.
+    pub(super) fn large_free_blocks(&self, each: impl FnMut(u32)) {
+        self.areas[SegmentKind::Large as usize].free_at_least(&self.blocks, GRAIN).for_each(each);
+    }
+
     /// Whether a free block may contain a whole page.
     pub(super) fn has_free_from(&self, bytes: u64) -> bool {
         self.areas.iter().any(|area| area.free_at_least(&self.blocks, bytes).next().is_some())

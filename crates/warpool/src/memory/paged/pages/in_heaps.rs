@@ -43,6 +43,18 @@ impl PageTable {
         });
     }
 
+    /// How much of the pages of a heap's large blocks is free beside one: smaller blocks can use it, and nothing else.
+    pub(in crate::memory::paged) fn bytes_in_parts(&self, heap: &Heap) -> u64 {
+        let mut bytes = 0;
+        heap.large_free_blocks(|block| {
+            let (first, states) = self.page_slots_in(heap, block);
+            if self.ranges[first.range as usize].segment.is_none() {
+                bytes += heap.block(block).bytes() - states.len() as u64 * self.slot_bytes;
+            }
+        });
+        bytes
+    }
+
     /// Every mapping in the ranges of a heap: the page, its first slot, and whether it belongs there.
     pub(in crate::memory::paged) fn mappings_of(&self, heap: u32) -> Vec<(PageId, Slot, bool)> {
         let mut mappings = Vec::new();

@@ -1,6 +1,6 @@
 //! Where a request goes that no free block can hold: the window of free addresses that needs the fewest driver calls;
-//! of those, the one that needs the fewest further pages; of those, the lowest. Where a slot of memory is worth some
-//! calls, it is the window that needs least of both: few calls, and few slots that nothing else is in.
+//! of those, the one that needs the fewest further pages; of those, the lowest. Once much is lost in free parts of
+//! pages, a slot of memory is worth some calls: then few calls count, and few slots that nothing else is in.
 //!
 //! For a request that would run out of memory otherwise, or would need new pages, it is the window that leaves most for
 //! others: the one with the fewest slots that nothing else is in. A page that is free within the window is no gain
