@@ -40,15 +40,19 @@ impl Aim {
     }
 }
 
-/// What a window may need that is chosen to do without new pages.
+/// What was seen with the first window, the one with few calls, once it needs new pages.
 #[derive(Clone, Copy, Default)]
-pub(super) struct WithoutNewPages {
-    /// Free slots: all that there are.
-    pub(super) slots: u32,
-    /// Slots without a page, if memory counts.
-    pub(super) holes: u32,
-    /// A multiple of so many slots in all gaps, if what is free is too large for smaller ones.
-    pub(super) gap_slots: Option<u32>,
+pub(super) struct FirstWindow {
+    /// Slots that it needs new pages for.
+    slots_missing: u32,
+    /// Slots without a page.
+    holes: u32,
+    /// All free slots that there were: a window without new pages may need as many.
+    free_slots: u32,
+    /// What is free is too large for its gaps: all gaps should have a multiple of so many slots.
+    gap_slots: Option<u32>,
+    /// Much memory is lost in free parts of pages, so that there should be few new ones.
+    loses_much: bool,
 }
 
 /// So much of the reserved memory may be lost in free parts of pages, per mille, before new pages are small.
@@ -61,14 +65,14 @@ const LOST_SLOTS: u64 = 8;
 const SLOT_WORTH_IF_LOST: u32 = 32;
 
 /// A window without new pages may have so many holes more than the one that needs the fewest calls.
-pub(super) const HOLES_FOR_MEMORY: u32 = 32;
+const HOLES_FOR_MEMORY: u32 = 32;
 
 /// One with larger gaps may have so many: 8 GiB, for which some thousand pages are mapped.
 const HOLES_FOR_LARGE_GAPS: u32 = 4096;
 
 /// The pages that may be taken.
-pub(super) struct FreePages {
-    pub(super) slots: u32,
+struct FreePages {
+    slots: u32,
     /// The slots of the smallest.
     smallest: u32,
 }
@@ -78,15 +82,15 @@ impl Fill<'_> {
     pub(super) fn other_window(&mut self, supply: &Supply) -> Option<Unfilled> {
         match self.aim {
             Aim::NewPages | Aim::Fit => return None,
-            Aim::FewNewPages if supply.slots_needed <= self.slots_missing => return None,
+            Aim::FewNewPages if supply.slots_needed <= self.first.slots_missing => return None,
             Aim::FewNewPages => {
                 // Free pages that are too large for its gaps are left.
-                self.loses_much = false;
+                self.first.loses_much = false;
                 return Some(Unfilled::NeedsNewPages { gap_slots: None });
             }
             Aim::FewCalls => {
-                self.slots_missing = supply.slots_needed;
-                self.loses_much = self.takes_own() && self.bytes_in_parts() > self.may_be_lost();
+                self.first.slots_missing = supply.slots_needed;
+                self.first.loses_much = self.takes_own() && self.bytes_in_parts() > self.may_be_lost();
             }
             Aim::NoNewPages | Aim::LargeGaps { .. } => {}
         }
@@ -98,7 +102,7 @@ impl Fill<'_> {
         // Elsewhere a few slots less may do. Without any free page, also in this window, there is none for another one.
         let are_many = supply.slots_needed > PageSizes::SLOTS_MAX;
         let has_none = supply.pages.is_empty() && self.memory.takeable.is_empty();
-        if self.aim == Aim::FewCalls && gap_slots.is_none() && (are_many || has_none) && !self.loses_much {
+        if self.aim == Aim::FewCalls && gap_slots.is_none() && (are_many || has_none) && !self.first.loses_much {
             return None;
         }
         Some(Unfilled::NeedsNewPages { gap_slots })
@@ -134,11 +138,24 @@ impl Fill<'_> {
 
     /// What counts if there are to be new pages.
     pub(super) fn with_new_pages(&self) -> Aim {
-        if self.loses_much { Aim::FewNewPages } else { Aim::NewPages }
+        if self.first.loses_much { Aim::FewNewPages } else { Aim::NewPages }
     }
 
-    /// What counts in the choice of the next window, after one that needs new pages.
-    pub(super) fn next_aim(&self, gap_slots: Option<u32>) -> Aim {
+    /// What counts in the choice of the next window: this one needs new pages, and was given up.
+    pub(super) fn after_unfilled(&mut self, window: Window, gap_slots: Option<u32>) -> Aim {
+        if self.aim == Aim::FewCalls {
+            let (free_slots, holes) = (self.free_pages().slots, self.holes(window));
+            self.first = FirstWindow { holes, free_slots, gap_slots, ..self.first };
+        }
+        self.next_aim(gap_slots)
+    }
+
+    /// What counts in the choice of the next window, after one that was refused.
+    pub(super) fn after_refused(&self) -> Aim {
+        self.next_aim(self.first.gap_slots)
+    }
+
+    fn next_aim(&self, gap_slots: Option<u32>) -> Aim {
         match (self.aim, gap_slots) {
             (Aim::FewCalls, _) => Aim::NoNewPages,
             (Aim::NoNewPages, Some(slots)) => Aim::LargeGaps { slots },
@@ -149,25 +166,24 @@ impl Fill<'_> {
 
     /// Whether a window would need new pages, or too many driver calls to do without. There may be none.
     pub(super) fn is_refused(&self, window: Option<Window>) -> bool {
-        let WithoutNewPages { slots, holes, .. } = self.without_new;
         let holes = match (self.aim, window) {
-            (Aim::NoNewPages, _) => holes,
+            (Aim::NoNewPages, _) => self.first.holes + HOLES_FOR_MEMORY,
             // Where there is none, addresses are reserved.
             (Aim::LargeGaps { .. }, Some(_)) => HOLES_FOR_LARGE_GAPS,
             _ => return false,
         };
-        window.is_none_or(|window| self.whole_slots(window) > slots || self.holes(window) > holes)
+        window.is_none_or(|window| self.whole_slots(window) > self.first.free_slots || self.holes(window) > holes)
     }
 
     /// Whether a window in addresses that were never used could be filled, as far as that is known.
     pub(super) fn could_fill_new(&self, bytes: u64) -> bool {
         let slots = bytes.div_ceil(self.table.slot_bytes).next_multiple_of(self.unit().into());
-        let most = self.without_new.slots.min(HOLES_FOR_LARGE_GAPS);
+        let most = self.first.free_slots.min(HOLES_FOR_LARGE_GAPS);
         self.aim.gap_slots() == 1 || slots <= most.into()
     }
 
     /// All pages that may be taken, whether or not they were tried before.
-    pub(super) fn free_pages(&mut self) -> FreePages {
+    fn free_pages(&mut self) -> FreePages {
         let (takes_own, mut free) = (self.takes_own(), std::mem::take(&mut self.memory.free_anywhere));
         let mut heap = self.cell.lock();
         heap.merge_recent();

@@ -23,7 +23,7 @@ mod take_back;
 
 use warpool_driver::{EventId, StreamId};
 
-use self::aim::{Aim, HOLES_FOR_MEMORY, WithoutNewPages};
+use self::aim::{Aim, FirstWindow};
 use crate::memory::limit::share_of;
 use crate::memory::paged::address_space::Location;
 use crate::memory::paged::biased_lock::BiasedLock;
@@ -72,9 +72,7 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
         others_first: false,
         own_page: false,
         aim: if request.on_oom { Aim::Fit } else { Aim::FewCalls },
-        without_new: WithoutNewPages::default(),
-        loses_much: false,
-        slots_missing: 0,
+        first: FirstWindow::default(),
         whole_pages: false,
         ordered_after: None,
         recorded: Vec::new(),
@@ -98,12 +96,7 @@ struct Fill<'a> {
     /// Whether it gets a new page rather than one that other heaps would take again (`contention.rs`).
     own_page: bool,
     aim: Aim,
-    /// The bounds of windows without new pages, once one was found that needs some.
-    without_new: WithoutNewPages,
-    /// Whether much memory is lost in free parts of pages, so that there should be few new ones.
-    loses_much: bool,
-    /// How many slots the first window needed new pages for.
-    slots_missing: u32,
+    first: FirstWindow,
     /// Whether the window has room for the largest pages.
     whole_pages: bool,
     /// Once pages of another heap were taken: the streams that the request's stream waits for since the last time.
@@ -177,7 +170,7 @@ impl Fill<'_> {
             let wanted = Wanted { table: self.table, runs, bytes, unit, slot_worth, gap_slots, takeable };
             let chosen = search.choose(wanted);
             if self.is_refused(chosen) {
-                self.aim = self.next_aim(self.without_new.gap_slots);
+                self.aim = self.after_refused();
                 excluded = PageSet::default();
                 continue;
             }
@@ -215,11 +208,7 @@ impl Fill<'_> {
                 Unfilled::OutOfMemory(_) if self.request.on_oom && !self.whole_pages => self.whole_pages = true,
                 Unfilled::OutOfMemory(cause) => return Ok(Err(cause)),
                 Unfilled::NeedsNewPages { gap_slots } => {
-                    if self.aim == Aim::FewCalls {
-                        let (slots, holes) = (self.free_pages().slots, self.holes(window) + HOLES_FOR_MEMORY);
-                        self.without_new = WithoutNewPages { slots, holes, gap_slots };
-                    }
-                    self.aim = self.next_aim(gap_slots);
+                    self.aim = self.after_unfilled(window, gap_slots);
                     excluded = PageSet::default();
                 }
                 Unfilled::NotAlone => {
