@@ -17,7 +17,7 @@ use warpool_driver::{DeviceId, StreamId};
 use warpool_trace::replay::Program;
 use warpool_trace::{ReadOptions, read_file};
 
-use super::measure::{Measurement, fastest, mutex_round, ns_each, timed, warm_up};
+use super::measure::{Measurement, Rounds, fastest, mutex_round, ns_each, timed, warm_up};
 use super::{Args, Report, Row};
 use crate::driver;
 use crate::output::{CommandError, Result, Verdict};
@@ -31,6 +31,9 @@ const PAGED_PAIR_MAX: f64 = 2.0;
 
 /// Rounds per case; the fastest counts.
 const ROUNDS: u64 = 25;
+
+/// A case of one thread takes so long at least, unless the number of operations is given.
+const CASE_DURATION: Duration = Duration::from_millis(500);
 
 /// Without it the first case was often the slowest, whichever it was.
 const WARM_UP: Duration = Duration::from_secs(1);
@@ -50,7 +53,8 @@ pub fn run(args: &Args, report: &mut Report<'_>) -> Result<Verdict> {
     driver.set_current_device(device)?;
     let instance = Instance::new(driver)?;
     let stream = instance.device(device.0)?.pool_stream()?;
-    let context = BenchContext { instance, device, stream, ops: args.ops.unwrap_or(1_000_000) };
+    let (ops, duration) = args.ops.map_or((1_000_000, CASE_DURATION), |ops| (ops, Duration::ZERO));
+    let context = BenchContext { instance, device, stream, ops, duration };
     let programs = args.recordings.iter().map(|file| program(file)).collect::<Result<Vec<_>>>()?;
     if !programs.is_empty() {
         context.replay(programs, report)?;
@@ -65,7 +69,10 @@ struct BenchContext {
     instance: Instance,
     device: DeviceId,
     stream: Stream,
+    /// Operations of a case, in all its rounds,
     ops: u64,
+    /// which are repeated for so long.
+    duration: Duration,
 }
 
 type SharedAllocator = Arc<dyn DeviceAllocator>;
@@ -197,7 +204,7 @@ impl BenchContext {
             Ok(ns_each(elapsed, program.events()))
         };
         round()?;
-        fastest(PROGRAM_ROUNDS, || Ok(mutex_round(LOCKS)), round)
+        fastest(self.rounds(PROGRAM_ROUNDS), || Ok(mutex_round(LOCKS)), round)
     }
 
     fn caching(&self, settings: Settings) -> SharedAllocator {
@@ -212,12 +219,16 @@ impl BenchContext {
         Request::new(self.device, self.stream.id(), bytes)
     }
 
+    fn rounds(&self, least: u64) -> Rounds {
+        Rounds { least, duration: self.duration }
+    }
+
     /// The fastest round of `round`, which takes a number of operations and returns their time. The first one is not
     /// counted.
     fn fastest(&self, mut round: impl FnMut(u64) -> warpool::Result<Duration>) -> warpool::Result<Measurement> {
         let ops = (self.ops / ROUNDS).max(1);
         round(ops)?;
-        fastest(ROUNDS, || Ok(mutex_round(LOCKS)), || Ok(ns_each(round(ops)?, ops)))
+        fastest(self.rounds(ROUNDS), || Ok(mutex_round(LOCKS)), || Ok(ns_each(round(ops)?, ops)))
     }
 
     fn pairs(&self, allocator: &SharedAllocator, bytes: u64) -> warpool::Result<Measurement> {

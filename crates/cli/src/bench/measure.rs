@@ -40,17 +40,33 @@ impl Measurement {
     }
 }
 
-/// Runs both functions `rounds` times in turns, so that other load on the machine affects both alike, and takes the
-/// fastest round of each. Both return nanoseconds per operation.
+/// How often a case is measured.
+#[derive(Clone, Copy, Debug)]
+pub struct Rounds {
+    /// At least so often,
+    pub least: u64,
+    /// and for so long: where others use the machine too, it is slow for a second at a time.
+    pub duration: Duration,
+}
+
+impl Rounds {
+    pub fn of(count: u64) -> Self {
+        Self { least: count, duration: Duration::ZERO }
+    }
+}
+
+/// Runs both functions in turns, so that other load on the machine affects both alike, and takes the fastest round of
+/// each. Both return nanoseconds per operation.
 pub fn fastest<E>(
-    rounds: u64,
+    rounds: Rounds,
     mut baseline: impl FnMut() -> Result<f64, E>,
     mut operation: impl FnMut() -> Result<f64, E>,
 ) -> Result<Measurement, E> {
-    let mut fastest = Measurement::MAX;
-    for _ in 0..rounds {
+    let (mut fastest, mut done, start) = (Measurement::MAX, 0, Instant::now());
+    while done < rounds.least || start.elapsed() < rounds.duration {
         let baseline_ns = baseline()?;
         fastest = fastest.min(Measurement { ns: operation()?, baseline_ns });
+        done += 1;
     }
     Ok(fastest)
 }

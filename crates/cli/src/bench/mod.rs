@@ -62,8 +62,8 @@ pub struct Args {
     /// The device to measure
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: u32,
-    /// Number of operations per case [default: 1000000; 100000 for driver calls]; for `scale` the largest n, for
-    /// `sleep` MiB of memory
+    /// Number of operations per case [default: 1000000, for `alloc` half a second of them at least; 100000 for driver
+    /// calls]; for `scale` the largest n, for `sleep` MiB of memory
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     ops: Option<u64>,
     /// For `alloc`: a recording, whose allocations and frees are made by each allocator; may be given several times
