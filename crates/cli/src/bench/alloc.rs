@@ -17,7 +17,7 @@ use warpool_driver::{DeviceId, StreamId};
 use warpool_trace::replay::Program;
 use warpool_trace::{ReadOptions, read_file};
 
-use super::measure::{Measurement, Rounds, fastest, mutex_round, ns_each, timed, warm_up};
+use super::measure::{Measurement, fastest, fastest_of_cores, mutex_round, ns_each, timed, warm_up};
 use super::{Args, Report, Row};
 use crate::driver;
 use crate::output::{CommandError, Result, Verdict};
@@ -32,7 +32,7 @@ const PAGED_PAIR_MAX: f64 = 2.0;
 /// Rounds per case; the fastest counts.
 const ROUNDS: u64 = 25;
 
-/// A case of one thread takes so long at least, unless the number of operations is given.
+/// A case of one thread is measured for so long after that, on all cores, unless the number of operations is given.
 const CASE_DURATION: Duration = Duration::from_millis(500);
 
 /// Without it the first case was often the slowest, whichever it was.
@@ -69,9 +69,9 @@ struct BenchContext {
     instance: Instance,
     device: DeviceId,
     stream: Stream,
-    /// Operations of a case, in all its rounds,
+    /// Operations of a case, in [`ROUNDS`] rounds.
     ops: u64,
-    /// which are repeated for so long.
+    /// How long a case of one thread is repeated on all cores.
     duration: Duration,
 }
 
@@ -204,7 +204,7 @@ impl BenchContext {
             Ok(ns_each(elapsed, program.events()))
         };
         round()?;
-        fastest(self.rounds(PROGRAM_ROUNDS), || Ok(mutex_round(LOCKS)), round)
+        self.fastest_of_one_thread(PROGRAM_ROUNDS, round)
     }
 
     fn caching(&self, settings: Settings) -> SharedAllocator {
@@ -219,16 +219,28 @@ impl BenchContext {
         Request::new(self.device, self.stream.id(), bytes)
     }
 
-    fn rounds(&self, least: u64) -> Rounds {
-        Rounds { least, duration: self.duration }
+    /// The fastest round of `round`, which takes a number of operations, makes them on this thread, and returns their
+    /// time. The first one is not counted.
+    fn fastest(&self, mut round: impl FnMut(u64) -> warpool::Result<Duration>) -> warpool::Result<Measurement> {
+        let ops = self.round_ops();
+        round(ops)?;
+        self.fastest_of_one_thread(ROUNDS, || Ok(ns_each(round(ops)?, ops)))
     }
 
-    /// The fastest round of `round`, which takes a number of operations and returns their time. The first one is not
-    /// counted.
-    fn fastest(&self, mut round: impl FnMut(u64) -> warpool::Result<Duration>) -> warpool::Result<Measurement> {
-        let ops = (self.ops / ROUNDS).max(1);
-        round(ops)?;
-        fastest(self.rounds(ROUNDS), || Ok(mutex_round(LOCKS)), || Ok(ns_each(round(ops)?, ops)))
+    /// The fastest of some rounds here, and of those on all cores. `round` returns nanoseconds per operation.
+    fn fastest_of_one_thread(
+        &self,
+        rounds: u64,
+        mut round: impl FnMut() -> warpool::Result<f64>,
+    ) -> warpool::Result<Measurement> {
+        let mutex = || Ok(mutex_round(LOCKS));
+        let here = fastest(rounds, mutex, &mut round)?;
+        Ok(here.min(fastest_of_cores(self.duration, mutex, round)?))
+    }
+
+    /// Operations of a round.
+    fn round_ops(&self) -> u64 {
+        (self.ops / ROUNDS).max(1)
     }
 
     fn pairs(&self, allocator: &SharedAllocator, bytes: u64) -> warpool::Result<Measurement> {
@@ -251,7 +263,8 @@ impl BenchContext {
         const THREADS: u64 = 4;
         let device = self.stream.device();
         let streams = (0..THREADS).map(|_| device.lease_stream()).collect::<warpool::Result<Vec<_>>>()?;
-        self.fastest(|ops| {
+        let ops = self.round_ops();
+        let round = || {
             let start = Instant::now();
             std::thread::scope(|scope| {
                 let spawn = |stream| {
@@ -263,8 +276,10 @@ impl BenchContext {
                     .into_iter()
                     .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             })?;
-            Ok(start.elapsed())
-        })
+            Ok(ns_each(start.elapsed(), ops))
+        };
+        round()?;
+        fastest(ROUNDS, || Ok(mutex_round(LOCKS)), round)
     }
 
     /// Pairs of threads with a stream of their own each, next to one thread. They share an allocator, or have one each:
@@ -305,7 +320,7 @@ impl BenchContext {
         threads: usize,
         operation: &(dyn Fn(usize) -> warpool::Result<()> + Sync),
     ) -> warpool::Result<Measurement> {
-        let ops = (self.ops / ROUNDS).max(1);
+        let ops = self.round_ops();
         let barrier = &Barrier::new(threads);
         let run = move |thread: usize| {
             // A thread that has failed still meets the others at the barriers.

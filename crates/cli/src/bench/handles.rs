@@ -13,7 +13,7 @@ use warpool::{Device, Instance, Stream};
 use warpool_driver::decorate::Counting;
 use warpool_driver::{Devices, Driver};
 
-use super::measure::{Measurement, Rounds, fastest, mutex_round, ns_each, timed, warm_up};
+use super::measure::{Measurement, fastest, mutex_round, ns_each, timed, warm_up};
 use super::{Args, Report, Row};
 use crate::driver;
 use crate::output::{Result, Verdict};
@@ -137,11 +137,7 @@ impl BenchContext {
 
 fn measure(ops: u64, mut operation: impl FnMut() -> warpool::Result<()>) -> warpool::Result<Measurement> {
     let ops = ops.max(1);
-    fastest(
-        Rounds::of(ROUNDS),
-        || Ok(mutex_round(LOCKS)),
-        || Ok(ns_each(timed(ops, || black_box(&mut operation)())?, ops)),
-    )
+    fastest(ROUNDS, || Ok(mutex_round(LOCKS)), || Ok(ns_each(timed(ops, || black_box(&mut operation)())?, ops)))
 }
 
 fn add(case: &'static str, measurement: Measurement, calls: u64, report: &mut Report<'_>) -> Result<()> {

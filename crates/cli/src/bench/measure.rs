@@ -4,6 +4,8 @@ use std::hint::black_box;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use super::cores::Cores;
+
 /// The default baseline: locking and unlocking an uncontended `std` mutex, which every lock-based design does at least
 /// once.
 pub const MUTEX_BASELINE: &str = "uncontended mutex";
@@ -40,35 +42,39 @@ impl Measurement {
     }
 }
 
-/// How often a case is measured.
-#[derive(Clone, Copy, Debug)]
-pub struct Rounds {
-    /// At least so often,
-    pub least: u64,
-    /// and for so long: where others use the machine too, it is slow for a second at a time.
-    pub duration: Duration,
-}
-
-impl Rounds {
-    pub fn of(count: u64) -> Self {
-        Self { least: count, duration: Duration::ZERO }
-    }
-}
-
-/// Runs both functions in turns, so that other load on the machine affects both alike, and takes the fastest round of
-/// each. Both return nanoseconds per operation.
+/// Runs both functions `rounds` times in turns, so that other load on the machine affects both alike, and takes the
+/// fastest round of each. Both return nanoseconds per operation.
 pub fn fastest<E>(
-    rounds: Rounds,
+    rounds: u64,
     mut baseline: impl FnMut() -> Result<f64, E>,
     mut operation: impl FnMut() -> Result<f64, E>,
 ) -> Result<Measurement, E> {
-    let (mut fastest, mut done, start) = (Measurement::MAX, 0, Instant::now());
-    while done < rounds.least || start.elapsed() < rounds.duration {
+    let mut fastest = Measurement::MAX;
+    for _ in 0..rounds {
         let baseline_ns = baseline()?;
         fastest = fastest.min(Measurement { ns: operation()?, baseline_ns });
-        done += 1;
     }
     Ok(fastest)
+}
+
+/// Like [`fastest`] on one core after another, for `duration` in all: where others use the machine too, a core is slow
+/// for seconds. Both functions run on this thread alone.
+pub fn fastest_of_cores<E>(
+    duration: Duration,
+    mut baseline: impl FnMut() -> Result<f64, E>,
+    mut operation: impl FnMut() -> Result<f64, E>,
+) -> Result<Measurement, E> {
+    let cores = Cores::allowed();
+    let turns = cores.count().max(1);
+    let (mut of_all, each) = (Measurement::MAX, duration / turns as u32);
+    for turn in 0..turns {
+        cores.run_on(turn);
+        let start = Instant::now();
+        while start.elapsed() < each {
+            of_all = of_all.min(fastest(1, &mut baseline, &mut operation)?);
+        }
+    }
+    Ok(of_all)
 }
 
 /// One round of `locks` uncontended lock-unlock pairs; nanoseconds per pair.

@@ -2,6 +2,7 @@
 //! A benchmark is a file with a `run` function and an entry in [`BENCHMARKS`]; `measure.rs` has the timing.
 
 mod alloc;
+mod cores;
 mod driver;
 mod graph;
 mod handles;
@@ -30,7 +31,8 @@ use measure::{MUTEX_BASELINE, Measurement};
 ///
 /// The baseline is locking and unlocking an uncontended mutex. `bench graph` compares with the driver's own graph
 /// launch instead, `bench typed` with the raw calls that typed ones replace, and `bench scale` with the same operation
-/// beside a tenth as many streams, blocks or pools. `bench typed` also compares the raw calls with themselves: how far
+/// beside a tenth as many streams, blocks or pools. `bench alloc` measures one thread on one core after another, since
+/// cores differ where others use the machine too. `bench typed` also compares the raw calls with themselves: how far
 /// those ratios are from 1 is the noise of the run. `bench host` measures allocate-free pairs on one thread and on all
 /// threads: every thread times itself, the slowest one counts, and the baseline is measured by the same threads, each
 /// with its own mutex; the fastest of 25 rounds of each is reported. Each thread also has one block of every size
@@ -62,8 +64,8 @@ pub struct Args {
     /// The device to measure
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: u32,
-    /// Number of operations per case [default: 1000000, for `alloc` half a second of them at least; 100000 for driver
-    /// calls]; for `scale` the largest n, for `sleep` MiB of memory
+    /// Number of operations per case [default: 1000000, or half a second for `alloc` if that is longer; 100000 for
+    /// driver calls]; for `scale` the largest n, for `sleep` MiB of memory
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     ops: Option<u64>,
     /// For `alloc`: a recording, whose allocations and frees are made by each allocator; may be given several times

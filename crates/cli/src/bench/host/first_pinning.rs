@@ -14,7 +14,7 @@ use warpool::{Device, Instance};
 use warpool_driver::{DeviceId, Driver, HostOptions};
 
 use super::MIB;
-use crate::bench::measure::{Measurement, Rounds, fastest};
+use crate::bench::measure::{Measurement, fastest};
 use crate::bench::{Report, Row};
 use crate::output::Result;
 
@@ -98,7 +98,7 @@ fn first_pinning(device: &Device, bytes: u64, threads: u64, simulated: bool) -> 
         allocator.close()?;
         Ok(ns)
     };
-    fastest(Rounds::of(ROUNDS), driver_alone, registration)
+    fastest(ROUNDS, driver_alone, registration)
 }
 
 /// Measures elapsed time; on the simulated GPU plus the modelled time.
