@@ -57,20 +57,26 @@ pub fn fastest<E>(
     Ok(fastest)
 }
 
-/// Like [`fastest`] on one core after another, for `duration` in all: where others use the machine too, a core is slow
-/// for seconds. Both functions run on this thread alone.
+/// Like [`fastest`] on one core after another, until `duration` is over: where others use the machine too, a core is
+/// slow for seconds. Both functions run on this thread alone.
 pub fn fastest_of_cores<E>(
     duration: Duration,
     mut baseline: impl FnMut() -> Result<f64, E>,
     mut operation: impl FnMut() -> Result<f64, E>,
 ) -> Result<Measurement, E> {
-    let cores = Cores::allowed();
-    let turns = cores.count().max(1);
-    let (mut of_all, each) = (Measurement::MAX, duration / turns as u32);
+    let (cores, start) = (Cores::allowed(), Instant::now());
+    let turns = u32::try_from(cores.count().max(1)).unwrap_or(u32::MAX);
+    let mut of_all = Measurement::MAX;
     for turn in 0..turns {
-        cores.run_on(turn);
-        let start = Instant::now();
-        while start.elapsed() < each {
+        let end = duration * (turn + 1) / turns;
+        if start.elapsed() >= end {
+            // A round may be longer than the time on a core.
+            continue;
+        }
+        cores.run_on(turn as usize);
+        // It may have been idle, and the baseline comes first.
+        baseline()?;
+        while start.elapsed() < end {
             of_all = of_all.min(fastest(1, &mut baseline, &mut operation)?);
         }
     }
