@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
+use indicatif::ProgressBar;
 use warpool::memory::{
     Allocation, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, HistoryOptions, MemPoolId,
     PagedAllocator, Request, Settings,
@@ -15,11 +16,11 @@ use warpool::memory::{
 use warpool::{Instance, Stream};
 use warpool_driver::{DeviceId, StreamId};
 use warpool_trace::replay::Program;
-use warpool_trace::{ReadOptions, read_file};
 
 use super::measure::{Measurement, fastest, fastest_of_cores, mutex_round, ns_each, timed, warm_up};
 use super::{Args, Report, Row};
 use crate::driver;
+use crate::inputs;
 use crate::output::{CommandError, Result, Verdict};
 
 const KIB: u64 = 1 << 10;
@@ -417,10 +418,9 @@ fn threads() -> usize {
 
 /// The program of a recording, with the name of the file.
 fn program(file: &Path) -> Result<(String, Program)> {
-    let refused = |error: &dyn std::fmt::Display| CommandError::Usage(format!("{}: {error}", file.display()));
-    let options = ReadOptions { stacks: false, ..ReadOptions::default() };
-    let recording = read_file(file, &options).map_err(|error| refused(&error))?;
-    let program = Program::new(&recording.snapshot).map_err(|error| refused(&error))?;
+    let opened = inputs::open(file, false, None, &ProgressBar::hidden()).map_err(CommandError::Usage)?;
+    let refused = |error| CommandError::Usage(inputs::replay_error(file, &error));
+    let program = Program::new(&opened.recording.snapshot).map_err(refused)?;
     let name = file.file_name().unwrap_or(file.as_os_str()).to_string_lossy();
     Ok((name.split('.').take(2).collect::<Vec<_>>().join("."), program))
 }
