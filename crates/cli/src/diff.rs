@@ -4,16 +4,17 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use serde_json::{Value, json};
+use serde_json::json;
+use warpool_report::diff::{Side, compared, object, page};
+use warpool_report::view::{BYTES_MAX, DevicePart, device_parts};
 use warpool_trace::diff::{ChangeKind, HolderChange, diff};
-use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, MomentKind, explain};
+use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, explain};
 use warpool_trace::timeline::{Timeline, TimelineOptions, timelines};
 
 use crate::files::short_names;
 use crate::inputs::{self, in_parallel, replay_error, show_progress};
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
-use crate::view::{BYTES_MAX, DevicePart, Page, device_parts};
 
 /// Compares two recordings: what is new, gone, grown or shrunk, by call stack
 ///
@@ -51,13 +52,6 @@ pub struct Args {
     pub json: bool,
 }
 
-/// What is known of one device of a recording.
-struct Side {
-    explanation: Explanation,
-    /// For the page.
-    part: Option<DevicePart>,
-}
-
 pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     let files = [args.before.clone(), args.after.clone()];
     let names = short_names(&files);
@@ -79,13 +73,13 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
         return Err(CommandError::Usage("the recordings have no device in common".to_owned()));
     }
     let written = match &args.output {
-        Some(to) => Some((to, page(&names, &pairs).write(to)?)),
+        Some(to) => Some((to, page([&names[0], &names[1]], &pairs).write(to).map_err(CommandError::Usage)?)),
         None => None,
     };
     for &(one, other) in &pairs {
         let (one, other) = (&one.explanation, &other.explanation);
         let changes = diff(one, other);
-        let mut object = object(&files, one, other, &changes);
+        let mut object = object([&files[0], &files[1]], one, other, &changes);
         if let Some((to, bytes)) = written {
             object["page"] = json!(to.to_string_lossy());
             object["page_bytes"] = json!(bytes);
@@ -99,70 +93,6 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
         output.line(format!("{}: {}", output::printable(&to.display().to_string()), size::format(bytes)))?;
     }
     Ok(Verdict::Success)
-}
-
-/// The page of all pairs.
-fn page(names: &[String], pairs: &[(&Side, &Side)]) -> Page {
-    let (mut sections, mut list) = (Vec::new(), Vec::new());
-    for &(one, other) in pairs {
-        let changes = diff(&one.explanation, &other.explanation);
-        let changed: Vec<&HolderChange> = changes.iter().filter(|change| change.kind != ChangeKind::Same).collect();
-        let mut sides = Vec::new();
-        for ((side, name), prefix) in [one, other].into_iter().zip(names).zip(["before", "after"]) {
-            let part = side.part.as_ref().expect("it was made for the page").with_prefix(prefix);
-            sections.extend(part.sections);
-            let mut info = part.info;
-            info["name"] = json!(name);
-            sides.push(info);
-        }
-        let [before, after] = [one, other].map(|side| side.explanation.moment());
-        list.push(json!({
-            "name": match one.explanation.device == other.explanation.device {
-                true => one.explanation.device.to_string(),
-                false => format!("{} and {}", one.explanation.device, other.explanation.device),
-            },
-            "headline": headline(before.parts.allocated, after.parts.allocated),
-            "prose": [compared(&one.explanation, &other.explanation)],
-            "before": sides[0],
-            "after": sides[1],
-            "allocated_before": before.parts.allocated,
-            "allocated_after": after.parts.allocated,
-            "changes": changed.into_iter().map(change_object).collect::<Vec<_>>(),
-        }));
-    }
-    let title = format!("{} and {}", names[0], names[1]);
-    Page { manifest: json!({ "title": title, "difference": list }), title, sections }
-}
-
-fn headline(before: u64, after: u64) -> String {
-    match after.abs_diff(before) {
-        0 => "The second recording holds as much as the first".to_owned(),
-        bytes => {
-            let direction = if after > before { "more" } else { "less" };
-            format!("The second recording holds {} {direction} than the first", size::format(bytes))
-        }
-    }
-}
-
-fn compared(one: &Explanation, other: &Explanation) -> String {
-    let (one, other) = (one.moment(), other.moment());
-    format!(
-        "Allocated: {} and {}. Reserved: {} and {}. Compared are the {} of the first and the {} of the second.",
-        size::format(one.parts.allocated),
-        size::format(other.parts.allocated),
-        size::format(one.bytes_reserved),
-        size::format(other.bytes_reserved),
-        moment_name(one.kind),
-        moment_name(other.kind),
-    )
-}
-
-fn moment_name(kind: MomentKind) -> &'static str {
-    match kind {
-        MomentKind::OutOfMemory => "out-of-memory event",
-        MomentKind::Peak => "peak",
-        MomentKind::Snapshot => "snapshot",
-    }
 }
 
 /// The same devices of both; with one device in each, these two: ranks use one device each.
@@ -244,37 +174,4 @@ fn write(
         false => "What changed".to_owned(),
     };
     output.table(&title, &table)
-}
-
-fn object(files: &[PathBuf; 2], before: &Explanation, after: &Explanation, changes: &[HolderChange]) -> Value {
-    let side = |file: &PathBuf, explanation: &Explanation| {
-        let moment = explanation.moment();
-        json!({
-            "file": file.to_string_lossy(),
-            "device": explanation.device,
-            "moment": moment.kind.name(),
-            "event": moment.event,
-            "allocated_bytes": moment.parts.allocated,
-            "reserved_bytes": moment.bytes_reserved,
-        })
-    };
-    json!({
-        "schema_version": 1,
-        "before": side(&files[0], before),
-        "after": side(&files[1], after),
-        "changes": changes.iter().map(change_object).collect::<Vec<_>>(),
-    })
-}
-
-fn change_object(change: &HolderChange) -> Value {
-    json!({
-        "kind": change.kind.name(),
-        "name": change.name,
-        "line": change.line,
-        "path": change.path,
-        "bytes_before": change.bytes_before,
-        "bytes_after": change.bytes_after,
-        "count_before": change.count_before,
-        "count_after": change.count_after,
-    })
 }

@@ -47,14 +47,7 @@ fn rounded(number: &str, unit: u64) -> Option<u64> {
 }
 
 /// Formats `bytes` in the largest binary unit that is not larger.
-pub fn format(bytes: u64) -> String {
-    let binary = UNITS.iter().filter(|(name, _)| name.contains('i'));
-    match binary.into_iter().find(|(_, unit)| bytes >= *unit) {
-        None => format!("{bytes} B"),
-        Some((name, unit)) if bytes.is_multiple_of(*unit) => format!("{} {name}", bytes / unit),
-        Some((name, unit)) => format!("{:.1} {name}", bytes as f64 / *unit as f64),
-    }
-}
+pub use warpool_trace::bytes_text::text as format;
 
 #[cfg(test)]
 mod tests {

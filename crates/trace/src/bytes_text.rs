@@ -1,7 +1,8 @@
 //! Bytes in words, for sentences.
 
 /// In the largest binary unit that is not larger, with one decimal.
-pub(crate) fn text(bytes: u64) -> String {
+#[must_use]
+pub fn text(bytes: u64) -> String {
     const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
     match UNITS.into_iter().find(|&(_, unit)| bytes >= unit) {
         None => format!("{bytes} B"),

@@ -33,7 +33,7 @@
 #![deny(unsafe_code)]
 
 mod budget;
-mod bytes_text;
+pub mod bytes_text;
 pub mod diff;
 pub mod explain;
 #[doc(hidden)]

@@ -1,14 +1,13 @@
 //! `warpool explain`: why a recorded program ran out of memory. Files are explained in parallel; `text.rs` writes one
-//! explanation for people, with `prose.rs`; `ranks.rs` compares many files, `object.rs` makes JSON.
+//! explanation for people, `ranks.rs` compares many files; sentences and JSON come from `warpool-report`.
 
-mod object;
-pub mod prose;
 mod ranks;
 mod text;
 
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
+use warpool_report::explain::object;
 use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, explain};
 
 use crate::files::{expand_folders, short_names};
@@ -88,7 +87,7 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
             Ok(devices) => {
                 let several = devices.len() > 1;
                 for explanation in devices {
-                    output.object(&object::object(&files[index], &explanation))?;
+                    output.object(&object(&files[index], &explanation))?;
                     let device = if several { format!(" GPU {}", explanation.device) } else { String::new() };
                     let name = format!("{}{device}", names[index]);
                     explained.push(Explained { file: files[index].clone(), name, explanation });

@@ -2,9 +2,10 @@
 
 use std::io;
 
+use warpool_report::explain::{headline, sentences};
 use warpool_trace::explain::{Change, Explanation, Fit, Moment, MomentKind, Parts};
 
-use super::{Explained, prose};
+use super::Explained;
 use crate::output::{self, Output};
 use crate::size;
 
@@ -12,8 +13,8 @@ use crate::size;
 pub(super) fn write(explained: &Explained, rows: usize, quiet: bool, output: &mut Output) -> io::Result<()> {
     let Explained { name, explanation, .. } = explained;
     let moment = explanation.moment();
-    output.heading(&format!("{name}: {}", prose::headline(explanation)))?;
-    for paragraph in prose::sentences(explanation) {
+    output.heading(&format!("{name}: {}", headline(explanation)))?;
+    for paragraph in sentences(explanation) {
         output.paragraph(&paragraph)?;
     }
     output.paragraph(&what_fits(explanation))?;

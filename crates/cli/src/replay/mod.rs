@@ -4,8 +4,6 @@
 mod report;
 mod rounds;
 
-pub use report::in_force_object;
-
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;

@@ -1,32 +1,18 @@
-//! `warpool view`: a recording as a page for the browser. `sections.rs` and `columns.rs` encode the data, `page.rs`
-//! joins it with the sources in `crates/cli/page`, `figures.rs` has the figures as JSON.
-
-mod columns;
-mod figures;
-mod page;
-mod sections;
+//! `warpool view`: a recording as a page for the browser.
 
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
-use warpool::memory::Snapshot;
+use warpool_report::view::Page;
+use warpool_report::view::{figures, page};
 use warpool_trace::explain::{ExplainOptions, Frameworks};
-use warpool_trace::timeline::{Timeline, TimelineOptions, timelines};
+use warpool_trace::timeline::{TimelineOptions, timelines};
 
 use crate::files::short_names;
 use crate::inputs::{self, in_parallel, replay_error, show_progress};
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
-
-pub use page::Page;
-pub use sections::DevicePart;
-use sections::device_part;
-
-/// No page is larger: beyond that it keeps fewer of the small allocations, and samples less often.
-pub const BYTES_MAX: usize = 30_000_000;
-/// More than the page has beside its data.
-const SOURCES_BYTES: usize = 200_000;
 
 /// Writes a page for the browser: memory over time, and who holds it at any moment
 ///
@@ -76,7 +62,7 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
         Ok(())
     })?;
     let (page, devices) = made.map_err(|error| CommandError::Usage(output::printable(&error)))?;
-    let bytes = page.write(&to)?;
+    let bytes = page.write(&to).map_err(CommandError::Usage)?;
     output.object(&json!({
         "schema_version": 1,
         "file": args.file.to_string_lossy(),
@@ -117,33 +103,8 @@ fn make(file: &Path, name: &str, args: &Args, bar: &ProgressBar) -> std::result:
         }
     }
     inputs::begin(bar, "writing");
-    let parts = device_parts(&mut found, snapshot, &frameworks, BYTES_MAX);
-    let mut page = Page { title: name.to_owned(), manifest: Value::Null, sections: Vec::new() };
-    let mut devices = Vec::new();
-    for part in parts {
-        page.sections.extend(part.sections);
-        devices.push(part.info);
-    }
-    page.manifest = json!({ "title": name, "devices": devices });
-    Ok((page, found.iter().map(figures::object).collect()))
-}
-
-/// The parts of all devices, with less detail until they are small enough together.
-pub fn device_parts(
-    found: &mut [Timeline],
-    snapshot: &Snapshot,
-    frameworks: &Frameworks,
-    bytes_max: usize,
-) -> Vec<DevicePart> {
-    loop {
-        let part = |timeline: &Timeline| device_part(timeline, snapshot, frameworks);
-        let parts: Vec<DevicePart> = found.iter().map(part).collect();
-        let bytes: usize = parts.iter().map(DevicePart::bytes).sum();
-        if bytes + SOURCES_BYTES <= bytes_max || !found.iter().any(Timeline::can_reduce) {
-            return parts;
-        }
-        found.iter_mut().for_each(Timeline::reduce);
-    }
+    let page = page(name, &mut found, snapshot, &frameworks);
+    Ok((page, found.iter().map(figures).collect()))
 }
 
 /// The name of a recording with `.html`, in the current folder.

@@ -10,7 +10,7 @@ use warpool_trace::timeline::{Allocation, Level, ReservedRange, StackTree, Timel
 
 use super::columns::Columns;
 use super::figures;
-use crate::explain::prose;
+use crate::explain::{headline, sentences};
 
 /// At most so many marks are drawn; a program that catches its failures may have many.
 const MARKS_MAX: usize = 4096;
@@ -18,24 +18,30 @@ const MARKS_MAX: usize = 4096;
 /// A part of the page that the script inflates.
 #[derive(Clone)]
 pub struct Section {
+    /// The id of its element.
     pub id: String,
+    /// Columns, deflated, in base64.
     pub text: String,
 }
 
 /// What the page needs of one device: its sections, and what the script is told about them.
 pub struct DevicePart {
+    /// Its sections.
     pub sections: Vec<Section>,
+    /// What the script is told about them.
     pub info: Value,
 }
 
 impl DevicePart {
     /// What it takes in the page.
+    #[must_use]
     pub fn bytes(&self) -> usize {
         let sections: usize = self.sections.iter().map(|section| section.text.len() + 100).sum();
         sections + self.info.to_string().len()
     }
 
     /// The same under other names, for a page with several recordings.
+    #[must_use]
     pub fn with_prefix(&self, prefix: &str) -> Self {
         let renamed = |id: &Value| json!(format!("{prefix}-{}", id.as_str().unwrap_or_default()));
         let mut info = self.info.clone();
@@ -50,6 +56,7 @@ impl DevicePart {
 }
 
 /// Makes the part of a timeline.
+#[must_use]
 pub fn device_part(timeline: &Timeline, snapshot: &Snapshot, frameworks: &Frameworks) -> DevicePart {
     let id = format!("device{}", timeline.device);
     let mut tree = Tree { stacks: &snapshot.stacks, frameworks, tree: StackTree::default() };
@@ -84,8 +91,8 @@ pub fn device_part(timeline: &Timeline, snapshot: &Snapshot, frameworks: &Framew
         "figures": figures::object(timeline),
         // The state of an out-of-memory event is the one before it; that of a peak the one behind it.
         "moment_position": moment.event.map_or(0, |event| event + 1),
-        "headline": prose::headline(explanation),
-        "prose": prose::sentences(explanation),
+        "headline": headline(explanation),
+        "prose": sentences(explanation),
         "remarks": explanation.remarks,
         "has_stacks": moment.holders.has_stacks(),
     });

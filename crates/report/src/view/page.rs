@@ -1,4 +1,4 @@
-//! The page: one HTML file with everything in it. Its sources are in `crates/cli/page`, ordinary files that a browser
+//! The page: one HTML file with everything in it. Its sources are in `crates/report/page`, ordinary files that a browser
 //! could load as they are; here they are joined.
 
 use std::io::{self, Read as _, Write};
@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::sections::Section;
-use crate::output::{CommandError, Result};
 
 macro_rules! scripts {
     ($($file:literal)*) => { [$(include_str!(concat!("../../page/", $file)),)*] };
@@ -27,24 +26,30 @@ const START: &str = "<!doctype html>\n<!-- warpool report";
 
 /// A page to be written.
 pub struct Page {
+    /// The title.
     pub title: String,
     /// What the script is told.
     pub manifest: Value,
+    /// The data.
     pub sections: Vec<Section>,
 }
 
 impl Page {
-    /// Writes the page to a file, all or nothing. A page that is there is replaced, any other file is not.
-    pub fn write(&self, file: &Path) -> Result<u64> {
-        let error = |error: &io::Error| CommandError::Usage(format!("cannot write {}: {error}", file.display()));
+    /// Writes the page to a file, all or nothing. A page that is there is replaced, any other file is not. Returns its
+    /// size.
+    ///
+    /// # Errors
+    /// If it cannot be written, with the reason as a sentence.
+    pub fn write(&self, file: &Path) -> Result<u64, String> {
+        let error = |error: &io::Error| format!("cannot write {}: {error}", file.display());
         if file.is_dir() {
-            return Err(CommandError::Usage(format!("cannot write {}: it is a folder", file.display())));
+            return Err(format!("cannot write {}: it is a folder", file.display()));
         }
         if file.is_file() && !is_page(file).map_err(|it| error(&it))? {
-            return Err(CommandError::Usage(format!(
-                "{} exists and is not a report of warpool: remove it, or name another file with -o",
+            return Err(format!(
+                "{} exists and is not a report of warpool: remove it, or name another file",
                 file.display()
-            )));
+            ));
         }
         // A pipe or a terminal cannot be replaced by a file.
         if file.exists() && !file.is_file() {
@@ -63,6 +68,14 @@ impl Page {
             let _ = std::fs::remove_file(&draft);
             error(&it)
         })
+    }
+
+    /// The page as a text.
+    #[must_use]
+    pub fn to_html(&self) -> String {
+        let mut out = Vec::new();
+        self.write_to(&mut out).expect("writing to memory succeeds");
+        String::from_utf8(out).expect("the page is text")
     }
 
     fn write_to(&self, out: &mut dyn Write) -> io::Result<u64> {

@@ -2,7 +2,7 @@
 
 use warpool_trace::explain::{Explanation, Holder, Moment, MomentKind, Verdict};
 
-use crate::size;
+use crate::bytes_text::text;
 
 /// The lines before what would have fitted: when, the numbers behind the verdict, who held memory, what grew.
 pub fn sentences(explanation: &Explanation) -> Vec<String> {
@@ -60,7 +60,7 @@ fn held_by(moment: &Moment) -> String {
         return "Nothing was allocated.".to_owned();
     }
     let largest: Vec<String> = holders.groups.iter().take(3).map(named).collect();
-    let largest = format!("Of {} allocated, most is held by {}.", size::format(holders.bytes), largest.join("; "));
+    let largest = format!("Of {} allocated, most is held by {}.", text(holders.bytes), largest.join("; "));
     match holders.has_stacks() {
         true => largest,
         false => format!(
@@ -75,5 +75,5 @@ fn named(holder: &Holder) -> String {
     let blocks = if holder.count == 1 { "1 block".to_owned() } else { format!("{} blocks", holder.count) };
     let from = holder.line.as_ref().filter(|line| **line != holder.name);
     let from = from.map_or_else(String::new, |line| format!(", from {line}"));
-    format!("{} with {} in {blocks}{from}", holder.name, size::format(holder.bytes))
+    format!("{} with {} in {blocks}{from}", holder.name, text(holder.bytes))
 }

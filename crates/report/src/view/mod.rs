@@ -1,0 +1,51 @@
+//! A recording as a page for the browser. `sections.rs` and `columns.rs` encode the data, `page.rs` joins it with the
+//! sources in `crates/report/page`, `figures.rs` has the figures as JSON.
+
+mod columns;
+mod figures;
+mod page;
+mod sections;
+
+use serde_json::json;
+use warpool::memory::Snapshot;
+use warpool_trace::explain::Frameworks;
+use warpool_trace::timeline::Timeline;
+
+pub use figures::object as figures;
+pub use page::Page;
+use sections::device_part;
+pub use sections::{DevicePart, Section};
+
+/// No page is larger: beyond that it keeps fewer of the small allocations, and samples less often.
+pub const BYTES_MAX: usize = 30_000_000;
+/// More than the page has beside its data.
+const SOURCES_BYTES: usize = 200_000;
+
+/// The page of a recording. If it would be too large, detail of the timelines is left out.
+#[must_use]
+pub fn page(title: &str, timelines: &mut [Timeline], snapshot: &Snapshot, frameworks: &Frameworks) -> Page {
+    let (mut sections, mut devices) = (Vec::new(), Vec::new());
+    for part in device_parts(timelines, snapshot, frameworks, BYTES_MAX) {
+        sections.extend(part.sections);
+        devices.push(part.info);
+    }
+    Page { title: title.to_owned(), manifest: json!({ "title": title, "devices": devices }), sections }
+}
+
+/// The parts of all devices, with less detail until they are small enough together.
+pub fn device_parts(
+    found: &mut [Timeline],
+    snapshot: &Snapshot,
+    frameworks: &Frameworks,
+    bytes_max: usize,
+) -> Vec<DevicePart> {
+    loop {
+        let part = |timeline: &Timeline| device_part(timeline, snapshot, frameworks);
+        let parts: Vec<DevicePart> = found.iter().map(part).collect();
+        let bytes: usize = parts.iter().map(DevicePart::bytes).sum();
+        if bytes + SOURCES_BYTES <= bytes_max || !found.iter().any(Timeline::can_reduce) {
+            return parts;
+        }
+        found.iter_mut().for_each(Timeline::reduce);
+    }
+}
