@@ -34,6 +34,7 @@
 
 mod budget;
 pub mod bytes_text;
+mod category;
 pub mod diff;
 pub mod explain;
 #[doc(hidden)]
@@ -48,6 +49,7 @@ pub mod timeline;
 pub mod tune;
 
 pub use budget::default_memory_limit;
+pub use category::{Category, CategoryBytes};
 pub use read::{Compression, Progress, ReadError, ReadOptions, Recording, RecordingFormat, read, read_file};
 pub use snapshot::{RecordedFields, write_snapshot};
 #[doc(hidden)]

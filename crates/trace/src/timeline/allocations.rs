@@ -5,6 +5,7 @@ use std::cmp::Reverse;
 use rustc_hash::FxHashMap;
 use warpool::memory::{BlockState, StackId};
 
+use crate::category::Category;
 use crate::replay::{HeapState, StateBlock, StateChange};
 
 /// An allocated block, from its allocation until it is free.
@@ -24,6 +25,8 @@ pub struct Allocation {
     pub requested: u64,
     /// The call stack of the request.
     pub stack: Option<StackId>,
+    /// What kind of memory it is.
+    pub category: Category,
 }
 
 impl Allocation {
@@ -70,7 +73,8 @@ impl AllocationTable {
         let active = blocks.map(|block| {
             let waits_from = (block.state == BlockState::ActivePendingFree).then_some(0);
             let StateBlock { addr, bytes, requested, stack, .. } = *block;
-            (addr, Allocation { from: 0, waits_from, until: None, addr, bytes, requested, stack })
+            let category = Category::Unknown;
+            (addr, Allocation { from: 0, waits_from, until: None, addr, bytes, requested, stack, category })
         });
         Self { max: max.max(1), active: active.collect(), ended: Vec::new(), left_out: 0 }
     }
@@ -78,8 +82,9 @@ impl AllocationTable {
     pub fn see(&mut self, position: u64, change: StateChange) {
         match change {
             StateChange::Allocated { addr, bytes, requested, stack } => {
-                let (waits_from, until) = (None, None);
-                let allocation = Allocation { from: position, waits_from, until, addr, bytes, requested, stack };
+                let (waits_from, until, category) = (None, None, Category::Unknown);
+                let allocation =
+                    Allocation { from: position, waits_from, until, addr, bytes, requested, stack, category };
                 // There is none at this address unless the recording contradicts itself.
                 if let Some(before) = self.active.insert(addr, allocation) {
                     self.end(before, position);

@@ -3,6 +3,7 @@
 
 use warpool::memory::BlockState;
 
+use crate::category::CategoryBytes;
 use crate::replay::{HeapState, Totals};
 
 /// How much coarser each level is than the one before.
@@ -30,6 +31,8 @@ pub struct Sample {
     pub cached: u64,
     /// All that the allocator has from the driver.
     pub reserved: u64,
+    /// The requested bytes by category; they add up to `allocated`.
+    pub categories: CategoryBytes,
 }
 
 impl Sample {
@@ -54,6 +57,7 @@ impl Sample {
             waiting: totals.bytes_waiting,
             cached: totals.bytes_releasable,
             reserved: totals.bytes_reserved,
+            categories: CategoryBytes::default(),
         }
     }
 
