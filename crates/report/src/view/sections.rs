@@ -186,7 +186,7 @@ impl Tree<'_> {
         let names = numbers(frames.iter().map(|frame| frame.name.as_str()).collect());
         let files = numbers(frames.iter().map(|frame| StackTree::short_path(&frame.filename)).collect());
         let calls = numbers(sites.iter().map(|site| site.call.as_str()).collect());
-        let lines = numbers(sites.iter().map(|site| site.line.as_str()).collect());
+        let lines = numbers(sites.iter().map(|site| site.line.as_deref().unwrap_or_default()).collect());
         let flags = frames.iter().zip(passes_through).map(|(frame, &passes)| {
             let framework = self.frameworks.contains(&frame.filename);
             u64::from(passes) * PASSES_THROUGH + u64::from(framework) * FRAMEWORK

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use warpool::memory::{BlockState, Frame, StackId};
 
-use super::frames::{CallSite, Frameworks};
 use crate::bytes_text::text;
 use crate::replay::{HeapState, StateBlock};
+use crate::stacks::{CallSite, Frameworks};
 
 /// A group of allocated blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -83,7 +83,9 @@ pub(super) fn holders(state: &HeapState, sites: &mut CallSites<'_>, events: usiz
             continue;
         };
         found.bytes_with_stack = found.bytes_with_stack.saturating_add(block.requested);
-        by_line.add(&site.line, block.requested);
+        if let Some(line) = &site.line {
+            by_line.add(line, block.requested);
+        }
         by_module.add(&site.module, block.requested);
         let (bytes, count) = by_site.entry(site).or_default();
         *bytes = bytes.saturating_add(block.requested);
@@ -91,7 +93,7 @@ pub(super) fn holders(state: &HeapState, sites: &mut CallSites<'_>, events: usiz
     }
     let of_site = |(site, (bytes, count)): (Arc<CallSite>, (u64, u64))| Holder {
         name: site.call.clone(),
-        line: Some(site.line.clone()),
+        line: site.line.clone(),
         path: site.path.clone(),
         bytes,
         count,

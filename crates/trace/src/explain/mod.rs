@@ -17,7 +17,6 @@
 //! changes. The state at the moment comes from the recorded events alone (`replay/state.rs`).
 
 mod fits;
-mod frames;
 mod holders;
 mod parts;
 mod periods;
@@ -28,8 +27,7 @@ use std::collections::BTreeMap;
 use warpool::memory::{Action, BlockState, SegmentInfo, Snapshot};
 
 pub use fits::{Change, Fit};
-pub(crate) use frames::short_path;
-pub use frames::{CallSite, Frameworks};
+pub use crate::stacks::{CallSite, Frameworks};
 pub use holders::{Holder, Holders};
 pub use parts::Parts;
 pub use verdict::Verdict;

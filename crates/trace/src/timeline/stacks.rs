@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use warpool::memory::{Frame, StackId};
 
-use crate::explain::{CallSite, Frameworks, short_path};
+use crate::stacks::{CallSite, Frameworks, readable, short_path};
 
 /// A call, below its caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl StackTree {
     fn add_new(&mut self, stack: &[Frame], frameworks: &Frameworks) -> Option<u32> {
         let site = CallSite::of(stack, frameworks)?;
         let mut node = None;
-        for frame in stack.iter().rev() {
+        for frame in readable(stack).iter().rev() {
             let frame = number(&mut self.frame_numbers, frame, &mut self.frames, Frame::clone);
             node = Some(number(&mut self.node_numbers, &(node, frame), &mut self.nodes, |&(parent, frame)| {
                 StackNode { parent, frame }
@@ -66,7 +66,15 @@ impl StackTree {
             self.passes_through.push(CallSite::passes_through(frame));
         }
         let site = number(&mut self.site_numbers, &site, &mut self.sites, CallSite::clone);
-        self.stacks.push((node?, site));
+        // Of a stack of plumbing alone, what it tells is all that there is.
+        let node = node.unwrap_or_else(|| {
+            let call = &self.sites[site as usize].call;
+            let frame = Frame { name: call.clone(), filename: String::new(), line: 0 };
+            let frame = number(&mut self.frame_numbers, &frame, &mut self.frames, Frame::clone);
+            self.passes_through.resize(self.frames.len(), false);
+            number(&mut self.node_numbers, &(None, frame), &mut self.nodes, |&(parent, frame)| StackNode { parent, frame })
+        });
+        self.stacks.push((node, site));
         u32::try_from(self.stacks.len() - 1).ok()
     }
 }

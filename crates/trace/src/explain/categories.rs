@@ -1,0 +1,62 @@
+//! What kind of memory was allocated at a moment, with the rules that decided.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use warpool::memory::{BlockState, Frame, TraceEntry};
+
+use crate::category::{Categories, Category, Rule};
+use crate::replay::{HeapState, StateBlock};
+
+/// The blocks of one category.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CategoryShare {
+    /// The category.
+    pub category: Category,
+    /// Their requested bytes.
+    pub bytes: u64,
+    /// How many they are.
+    pub count: u64,
+    /// The rules that decided, with the bytes that each decided about; the most first.
+    pub rules: Vec<(Rule, u64)>,
+}
+
+/// The categories of blocks.
+pub(super) struct BlockCategories<'a> {
+    categories: Categories,
+    events: &'a [TraceEntry],
+    stacks: &'a [Arc<[Frame]>],
+}
+
+impl<'a> BlockCategories<'a> {
+    pub fn new(categories: Categories, events: &'a [TraceEntry], stacks: &'a [Arc<[Frame]>]) -> Self {
+        Self { categories, events, stacks }
+    }
+
+    /// Of an allocated block.
+    pub fn of(&mut self, block: &StateBlock) -> (Category, Rule) {
+        match block.event {
+            Some(event) => self.categories.at(self.events, event),
+            None => self.categories.before_history(block.stack, self.stacks),
+        }
+    }
+
+    /// Of all allocated blocks of a state.
+    pub fn shares(&mut self, state: &HeapState) -> Vec<CategoryShare> {
+        let mut sums: BTreeMap<Category, (u64, u64, BTreeMap<Rule, u64>)> = BTreeMap::new();
+        for block in state.blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated) {
+            let (category, rule) = self.of(block);
+            let (bytes, count, rules) = sums.entry(category).or_default();
+            *bytes = bytes.saturating_add(block.requested);
+            *count += 1;
+            let by_rule = rules.entry(rule).or_default();
+            *by_rule = by_rule.saturating_add(block.requested);
+        }
+        let share = |(category, (bytes, count, rules)): (Category, (u64, u64, BTreeMap<Rule, u64>))| {
+            let mut rules: Vec<(Rule, u64)> = rules.into_iter().collect();
+            rules.sort_by_key(|&(_, bytes)| std::cmp::Reverse(bytes));
+            CategoryShare { category, bytes, count, rules }
+        };
+        sums.into_iter().map(share).collect()
+    }
+}
