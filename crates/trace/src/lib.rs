@@ -34,6 +34,7 @@
 
 mod budget;
 mod bytes_text;
+pub mod cards;
 pub mod diff;
 pub mod explain;
 #[doc(hidden)]
