@@ -346,9 +346,7 @@ fn remarks(report: &ReplayReport, is_what_if: bool) -> Vec<String> {
         let (least, below) = (size::format(limit.at_least), size::format(limit.below));
         let used = if is_what_if { String::new() } else { format!("; replayed with {}", size::format(limit.used)) };
         remarks.push(match limit.device_full {
-            true => {
-                format!("the recorded device was full: it had at least {least} and less than {below} for the program")
-            }
+            true => format!("the recorded device was full: it had {} for the program", size::format(limit.used)),
             false => format!("recorded with a memory limit of at least {least} and below {below}{used}"),
         });
     }
@@ -475,6 +473,10 @@ fn object(file: &Path, replayed: &Replayed, report: &ReplayReport) -> Value {
         "in_force": in_force_object(&report.in_force),
         "inferred": {
             "cap_bytes": inferred.memory_limit.map(|limit| limit.used),
+            "cap_at_least_bytes": inferred.memory_limit.map(|limit| limit.at_least),
+            "cap_below_bytes": inferred.memory_limit.map(|limit| limit.below),
+            "device_had_bytes_least": inferred.memory_limit.and_then(|limit| limit.device_had).map(|had| had.0),
+            "device_had_bytes_most": inferred.memory_limit.and_then(|limit| limit.device_had).map(|had| had.1),
             "device_full": inferred.memory_limit.is_some_and(|limit| limit.device_full),
             "free_block_order": inferred.free_block_order.name(),
             "pools_recorded": inferred.pools_recorded.iter().map(ToString::to_string).collect::<Vec<_>>(),

@@ -136,8 +136,9 @@ impl Proof {
 
     /// The memory limit of the recorded program.
     pub fn limit(&self) -> Option<InferredLimit> {
-        let &LimitBounds { at_least, below, device_full, .. } = self.interpretation.inference.limit.as_ref()?;
-        Some(InferredLimit { at_least, below, used: self.memory_limit?, device_full })
+        let bounds = self.interpretation.inference.limit.as_ref()?;
+        let &LimitBounds { at_least, below, device_full, device_had, .. } = bounds;
+        Some(InferredLimit { at_least, below, used: self.memory_limit?, device_full, device_had })
     }
 
     /// Adds what was found to a report.

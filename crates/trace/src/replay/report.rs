@@ -349,4 +349,7 @@ pub struct InferredLimit {
     pub used: u64,
     /// Whether the device was full, rather than a limit set: it had less free than the failed request needed.
     pub device_full: bool,
+    /// What a full device had for the program at the requests that failed, reserved and free: the least and the most.
+    /// They differ where others use it too.
+    pub device_had: Option<(u64, u64)>,
 }
