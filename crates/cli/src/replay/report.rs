@@ -5,6 +5,7 @@ use std::path::Path;
 
 use comfy_table::Table;
 use serde_json::{Value, json};
+use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::replay::{
     AddressOrders, AllocatorChoice, Fidelity, InForce, Inferences, LimitOrigin, Outcome, ReplayReport, Steady,
 };
@@ -36,7 +37,7 @@ impl ReplayTable {
         if args.allocator.name() != "caching" {
             what_if.push(format!("with the {} allocator", args.allocator.name()));
         }
-        what_if.extend(args.capacity.map(|bytes| format!("on a device of {}", size::format(bytes))));
+        what_if.extend(args.capacity.in_words().map(|device| format!("on a device of {device}")));
         let columns = [
             "file",
             ">live",
@@ -256,21 +257,34 @@ fn in_force(in_force: &InForce) -> String {
             in_force.allocator_recorded.name()
         ));
     }
-    let assumed = if in_force.device_assumed { " (assumed)" } else { "" };
-    parts.push(format!("a device of {}{assumed}", size::format(in_force.device_bytes_total)));
+    parts.push(device(in_force));
     if let Some(limit) = in_force.memory_limit {
         let limit = size::format(limit);
         parts.push(match in_force.limit_origin {
-            LimitOrigin::RecordedDeviceFull => format!("of which the recorded program got {limit} until it was full"),
+            LimitOrigin::RecordedDeviceFull => format!("of which the recorded program had {limit}"),
             LimitOrigin::Recorded => format!("the recorded memory limit of {limit}"),
             LimitOrigin::Settings | LimitOrigin::None => format!("a memory limit of {limit}"),
         });
     }
     if let Some(lifted) = in_force.limit_lifted {
-        let why = if in_force.device_assumed { "the settings" } else { "--capacity" };
+        let why = match in_force.device_origin {
+            DeviceOrigin::Argument => "another device",
+            DeviceOrigin::Inferred | DeviceOrigin::Unknown => "the settings",
+        };
         parts.push(format!("the recorded limit of {} lifted by {why}", size::format(lifted)));
     }
     format!("in force: {}", parts.join("; "))
+}
+
+/// The device, and where its size comes from.
+fn device(in_force: &InForce) -> String {
+    let Some(total) = in_force.device_bytes_total else { return "a device of unknown size".to_owned() };
+    let total = size::format(total);
+    match (&in_force.device_name, in_force.device_origin) {
+        (Some(name), DeviceOrigin::Inferred) => format!("a device of {total} (inferred: {name})"),
+        (Some(name), _) => format!("a device of {total} ({name})"),
+        (None, _) => format!("a device of {total}"),
+    }
 }
 
 const LEGEND: &str = "\
@@ -410,7 +424,10 @@ pub fn in_force_object(in_force: &InForce) -> Value {
         "allocator": in_force.allocator.name(),
         "allocator_recorded": in_force.allocator_recorded.name(),
         "device_bytes_total": in_force.device_bytes_total,
-        "device_assumed": in_force.device_assumed,
+        "device_origin": in_force.device_origin.name(),
+        "device_name": in_force.device_name,
+        "device_assumed": in_force.device_origin == DeviceOrigin::Unknown,
+        "device_bytes_simulated": in_force.device_bytes_simulated,
         "bytes_available": in_force.bytes_available,
         "memory_limit_bytes": in_force.memory_limit,
         "memory_limit_origin": in_force.limit_origin.name(),
