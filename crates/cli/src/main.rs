@@ -5,6 +5,7 @@
 //! missing.
 
 mod bench;
+mod capacity;
 mod diff;
 mod driver;
 mod explain;

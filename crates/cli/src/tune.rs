@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use warpool_trace::replay::{DeviceReplay, DeviceReplays, ReplayOptions};
 use warpool_trace::tune::{Candidate, TrialOptions, Tuned, candidates, tune};
 
+use crate::capacity::CapacityArgs;
 use crate::files::{expand_folders, short_names};
 use crate::inputs::{self, Opened, in_parallel, replay_error};
 use crate::output::{self, CommandError, Output, Result, Verdict};
@@ -24,16 +25,14 @@ use crate::size;
     than --memory-limit.\n\n\
     Examples:\n  \
     warpool tune train.pickle\n  \
-    warpool tune rank0.pickle rank1.pickle --capacity 79.1GiB\n  \
+    warpool tune rank0.pickle rank1.pickle --gpu h100-80gb\n  \
     warpool tune train.pickle --json")]
 pub struct Args {
     /// Recordings, or folders of them; `-` is the standard input
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Memory of the device, for example 24GiB [default: that of an H200 with the recorded limit, or more if the
-    /// recording needs more]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    capacity: Option<u64>,
+    #[command(flatten)]
+    capacity: CapacityArgs,
     /// A further candidate, in the format of PYTORCH_CUDA_ALLOC_CONF; may be repeated
     #[arg(long, value_name = "STRING")]
     r#try: Vec<String>,
@@ -66,7 +65,7 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     let bar = progress_bar(quiet, tried.len() * devices.len());
     let progress = |done: usize, _: usize| bar.set_position(done as u64);
     let options = TrialOptions {
-        capacity: args.capacity,
+        capacity: args.capacity.bytes(),
         address_orders: args.orders,
         threads: std::thread::available_parallelism().map_or(1, usize::from),
         progress: Some(&progress),

@@ -34,6 +34,7 @@
 
 mod budget;
 pub mod bytes_text;
+pub mod cards;
 mod category;
 pub mod diff;
 pub mod explain;

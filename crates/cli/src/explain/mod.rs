@@ -10,6 +10,7 @@ use indicatif::ProgressBar;
 use warpool_report::explain::object;
 use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, explain};
 
+use crate::capacity::CapacityArgs;
 use crate::files::{expand_folders, short_names};
 use crate::inputs::{self, in_parallel, replay_error, show_progress, threads_each};
 use crate::output::{self, CommandError, Output, Result, Verdict};
@@ -30,17 +31,15 @@ const RANKS_MIN: usize = 4;
 #[command(after_help = "Exit status: 0 success, 2 a file cannot be read or needs more than --memory-limit.\n\n\
     Examples:\n  \
     warpool explain oom.pickle\n  \
-    warpool explain oom.pickle --capacity 79.1GiB --framework transformers\n  \
+    warpool explain oom.pickle --gpu h100-80gb --framework transformers\n  \
     warpool explain snapshots/ --no-fits\n  \
     warpool explain oom.pickle --json")]
 pub struct Args {
     /// Recordings, or folders of them; `-` is the standard input
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Memory of the device that the program ran on, for example 79.1GiB; recordings do not contain it [default: that
-    /// of an H200, or more if the recording needs more]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    capacity: Option<u64>,
+    #[command(flatten)]
+    capacity: CapacityArgs,
     /// A package or a part of a path whose code is not your own, beside torch and its companions; may be repeated
     #[arg(long, value_name = "NAME")]
     framework: Vec<String>,
@@ -123,7 +122,7 @@ fn explain_file(
     let opened = inputs::open(file, true, args.memory_limit, bar)?;
     inputs::begin(bar, "replaying");
     let options = ExplainOptions {
-        capacity: args.capacity,
+        capacity: args.capacity.bytes(),
         frameworks: frameworks.clone(),
         skips_fits: args.no_fits,
         address_orders: Some(args.orders),

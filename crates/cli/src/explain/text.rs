@@ -93,10 +93,14 @@ fn parts_table(parts: &Parts, explanation: &Explanation, output: &mut Output) ->
         // Without a request that it could be large enough for.
         let is_snapshot = explanation.moment().kind == MomentKind::Snapshot;
         let meaning = if is_snapshot && name == "free_large_enough" { "free" } else { meaning };
-        table.add_row([meaning.to_owned(), size::format(bytes), percent(bytes, total)]);
+        let share = if explanation.device_bytes_total.is_some() { percent(bytes, total) } else { "-".to_owned() };
+        table.add_row([meaning.to_owned(), size::format(bytes), share]);
     }
-    let assumed = if explanation.device_assumed { " (assumed)" } else { "" };
-    output.table(&format!("Where the device's {}{assumed} were", size::format(total)), &table)
+    let title = match explanation.device_bytes_total {
+        Some(total) => format!("Where the device's {} were", size::format(total)),
+        None => "Where memory was (the size of the device is not known)".to_owned(),
+    };
+    output.table(&title, &table)
 }
 
 fn holders_tables(moment: &Moment, rows: usize, output: &mut Output) -> io::Result<()> {

@@ -12,6 +12,7 @@ use warpool_trace::replay::{
     ADDRESS_ORDERS, AllocatorChoice, ReplayError, ReplayOptions, ReplayReport, replay_devices,
 };
 
+use crate::capacity::CapacityArgs;
 use crate::files::short_names;
 use crate::inputs::{self, in_parallel, replay_error, show_progress, threads_each};
 use crate::output::{self, CommandError, Output, Result, Verdict};
@@ -22,7 +23,7 @@ use crate::size;
 /// A recording is a PyTorch memory snapshot with history (torch.cuda.memory._record_memory_history, then
 /// _dump_snapshot), plain or compressed, or an RMM log. It is first replayed with the settings that it was recorded
 /// with, and every address and every segment is compared: this tells whether the model is exact for this program.
-/// With --settings, --set, --allocator or --capacity it is then replayed with those.
+/// With --settings, --set, --allocator, --capacity or --gpu it is then replayed with those.
 ///
 /// A what-if gets the recorded addresses as long as it asks for the recorded segments. Beyond that the driver's
 /// addresses are not known, and PyTorch chooses between free blocks of one size by address: it is then replayed in
@@ -33,7 +34,12 @@ use crate::size;
 /// between: a recording of some steps then tells whether fragmentation grows in a longer run.
 ///
 /// A memory limit that the program ran under (a fraction set by a call) is inferred and stays in force, unless a
-/// what-if names `per_process_memory_fraction` or `memory_cap_mb`, or another device with --capacity.
+/// what-if names `per_process_memory_fraction` or `memory_cap_mb`, or another device with --capacity or --gpu. If the
+/// device was full, the limit is what it had for the program: reserved, and free when a request failed.
+///
+/// A recording does not contain the size of the device. It is inferred from an out-of-memory event, where what was
+/// reserved and free then fits the memory of a card; else it is unknown, and the simulated device is large enough for
+/// the recording.
 ///
 /// Driver calls take the time that they were measured to take on an H200. "steady" is the second half of the recorded
 /// time, when a program has reached its steady state: what driver calls take of it, and of that remapping, which is
@@ -49,7 +55,8 @@ use crate::size;
     warpool replay snapshot.pickle\n  \
     warpool replay snapshot.pickle --set garbage_collection_threshold:0.8\n  \
     xz -dc snapshot.pickle.xz | warpool replay -\n  \
-    warpool replay snapshot.pickle.xz --settings expandable_segments:True --capacity 24GiB --expect-fit\n  \
+    warpool replay snapshot.pickle.xz --settings expandable_segments:True --gpu rtx4090 --expect-fit\n  \
+    warpool replay snapshot.pickle --capacity 23.6GiB\n  \
     warpool replay snapshot.pickle --allocator paged --rounds 100\n  \
     warpool replay *.pickle --json"
 )]
@@ -66,10 +73,8 @@ pub struct Args {
     /// The allocator: caching (PyTorch's), driver-pool (the driver's own) or paged (Warpool's own)
     #[arg(long, value_name = "NAME", default_value = "caching", value_parser = parse_allocator)]
     allocator: AllocatorChoice,
-    /// Memory of the device, for example 24GiB, of which the context takes 0.5 GiB [default: that of an H200, or more
-    /// if the recording needs more]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    capacity: Option<u64>,
+    #[command(flatten)]
+    capacity: CapacityArgs,
     /// The most memory of this machine that reading and replaying a file may take, for example 16GiB; beyond it, an
     /// error [default: 256MiB and 32 bytes for each byte of the recording, decompressed, but at most 4GiB]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
@@ -207,7 +212,7 @@ fn replay_file(
         settings: settings.cloned(),
         changes: (!args.set.is_empty()).then(|| args.set.join(",")),
         allocator: args.allocator,
-        capacity: args.capacity,
+        capacity: args.capacity.bytes(),
         address_orders: Some(args.orders),
         rounds: args.rounds,
         without_control: false,
@@ -235,7 +240,7 @@ impl Args {
         let asks_settings = self.settings.is_some() || !self.set.is_empty();
         asks_settings
             || self.rounds > 1
-            || self.capacity.is_some()
+            || self.capacity.bytes().is_some()
             || self.expect_fit
             || self.allocator != AllocatorChoice::default()
     }

@@ -6,6 +6,7 @@ use std::path::Path;
 use comfy_table::Table;
 use serde_json::{Value, json};
 use warpool_report::replay::in_force_object;
+use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::replay::{
     AddressOrders, AllocatorChoice, Fidelity, InForce, Inferences, LimitOrigin, Outcome, ReplayReport, Steady,
 };
@@ -37,7 +38,7 @@ impl ReplayTable {
         if args.allocator.name() != "caching" {
             what_if.push(format!("with the {} allocator", args.allocator.name()));
         }
-        what_if.extend(args.capacity.map(|bytes| format!("on a device of {}", size::format(bytes))));
+        what_if.extend(args.capacity.in_words().map(|device| format!("on a device of {device}")));
         let columns = [
             "file",
             ">live",
@@ -257,21 +258,34 @@ fn in_force(in_force: &InForce) -> String {
             in_force.allocator_recorded.name()
         ));
     }
-    let assumed = if in_force.device_assumed { " (assumed)" } else { "" };
-    parts.push(format!("a device of {}{assumed}", size::format(in_force.device_bytes_total)));
+    parts.push(device(in_force));
     if let Some(limit) = in_force.memory_limit {
         let limit = size::format(limit);
         parts.push(match in_force.limit_origin {
-            LimitOrigin::RecordedDeviceFull => format!("of which the recorded program got {limit} until it was full"),
+            LimitOrigin::RecordedDeviceFull => format!("of which the recorded program had {limit}"),
             LimitOrigin::Recorded => format!("the recorded memory limit of {limit}"),
             LimitOrigin::Settings | LimitOrigin::None => format!("a memory limit of {limit}"),
         });
     }
     if let Some(lifted) = in_force.limit_lifted {
-        let why = if in_force.device_assumed { "the settings" } else { "--capacity" };
+        let why = match in_force.device_origin {
+            DeviceOrigin::Argument => "another device",
+            DeviceOrigin::Inferred | DeviceOrigin::Unknown => "the settings",
+        };
         parts.push(format!("the recorded limit of {} lifted by {why}", size::format(lifted)));
     }
     format!("in force: {}", parts.join("; "))
+}
+
+/// The device, and where its size comes from.
+fn device(in_force: &InForce) -> String {
+    let Some(total) = in_force.device_bytes_total else { return "a device of unknown size".to_owned() };
+    let total = size::format(total);
+    match (&in_force.device_name, in_force.device_origin) {
+        (Some(name), DeviceOrigin::Inferred) => format!("a device of {total} (inferred: {name})"),
+        (Some(name), _) => format!("a device of {total} ({name})"),
+        (None, _) => format!("a device of {total}"),
+    }
 }
 
 const LEGEND: &str = "\
@@ -347,9 +361,7 @@ fn remarks(report: &ReplayReport, is_what_if: bool) -> Vec<String> {
         let (least, below) = (size::format(limit.at_least), size::format(limit.below));
         let used = if is_what_if { String::new() } else { format!("; replayed with {}", size::format(limit.used)) };
         remarks.push(match limit.device_full {
-            true => {
-                format!("the recorded device was full: it had at least {least} and less than {below} for the program")
-            }
+            true => format!("the recorded device was full: it had {} for the program", size::format(limit.used)),
             false => format!("recorded with a memory limit of at least {least} and below {below}{used}"),
         });
     }
@@ -455,6 +467,10 @@ fn object(file: &Path, replayed: &Replayed, report: &ReplayReport) -> Value {
         "in_force": in_force_object(&report.in_force),
         "inferred": {
             "cap_bytes": inferred.memory_limit.map(|limit| limit.used),
+            "cap_at_least_bytes": inferred.memory_limit.map(|limit| limit.at_least),
+            "cap_below_bytes": inferred.memory_limit.map(|limit| limit.below),
+            "device_had_bytes_least": inferred.memory_limit.and_then(|limit| limit.device_had).map(|had| had.0),
+            "device_had_bytes_most": inferred.memory_limit.and_then(|limit| limit.device_had).map(|had| had.1),
             "device_full": inferred.memory_limit.is_some_and(|limit| limit.device_full),
             "free_block_order": inferred.free_block_order.name(),
             "pools_recorded": inferred.pools_recorded.iter().map(ToString::to_string).collect::<Vec<_>>(),

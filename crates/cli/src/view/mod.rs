@@ -9,6 +9,7 @@ use warpool_report::view::{figures, page};
 use warpool_trace::explain::{ExplainOptions, Frameworks};
 use warpool_trace::timeline::{TimelineOptions, timelines};
 
+use crate::capacity::CapacityArgs;
 use crate::files::short_names;
 use crate::inputs::{self, in_parallel, replay_error, show_progress};
 use crate::output::{self, CommandError, Output, Result, Verdict};
@@ -37,9 +38,8 @@ pub struct Args {
     /// Only this device [default: all; the page has a choice]
     #[arg(long, value_name = "NUMBER")]
     device: Option<u32>,
-    /// Memory of the device that the program ran on, for example 79.1GiB; recordings do not contain it
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    capacity: Option<u64>,
+    #[command(flatten)]
+    capacity: CapacityArgs,
     /// A package or a part of a path whose code is not your own, beside torch and its companions; may be repeated
     #[arg(long, value_name = "NAME")]
     framework: Vec<String>,
@@ -84,7 +84,7 @@ fn make(file: &Path, name: &str, args: &Args, bar: &ProgressBar) -> std::result:
     let frameworks = Frameworks::default().with(&args.framework);
     let options = TimelineOptions {
         explain: ExplainOptions {
-            capacity: args.capacity,
+            capacity: args.capacity.bytes(),
             frameworks: frameworks.clone(),
             memory_limit: Some(opened.memory_limit),
             progress: Some(&|progress| show_progress(bar, progress)),

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
+use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::explain::{Explanation, Fit, Holder, Moment, Parts};
 
 use crate::replay::in_force_object;
@@ -21,7 +22,9 @@ pub fn object(file: &Path, explanation: &Explanation) -> Value {
         "file": file.to_string_lossy(),
         "device": explanation.device,
         "device_bytes_total": explanation.device_bytes_total,
-        "device_assumed": explanation.device_assumed,
+        "device_origin": explanation.device_origin.name(),
+        "device_name": explanation.device_name,
+        "device_assumed": explanation.device_origin == DeviceOrigin::Unknown,
         "moment": moment_object(moment),
         "verdict": moment.verdict.name(),
         "evidence": moment.evidence,

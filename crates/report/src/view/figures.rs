@@ -1,6 +1,7 @@
 //! The figures that the page shows, as JSON: `--json` prints them, and the page has the same.
 
 use serde_json::{Value, json};
+use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::timeline::{MarkKind, Sample, Timeline};
 
 /// The figures of one device.
@@ -22,7 +23,9 @@ pub fn object(timeline: &Timeline) -> Value {
         "verdict": moment.verdict.name(),
         "moment": { "kind": moment.kind.name(), "event": moment.event, "time_us": moment.time_us },
         "device_bytes_total": explanation.device_bytes_total,
-        "device_assumed": explanation.device_assumed,
+        "device_origin": explanation.device_origin.name(),
+        "device_name": explanation.device_name,
+        "device_assumed": explanation.device_origin == DeviceOrigin::Unknown,
     })
 }
 

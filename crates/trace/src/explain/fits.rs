@@ -57,8 +57,8 @@ pub struct Fit {
     pub driver_seconds_more: f64,
     /// How often everything cached was released to make room.
     pub retries: u64,
-    /// The memory of the device.
-    pub device_bytes_total: u64,
+    /// The memory of the device; `None` if it is not known.
+    pub device_bytes_total: Option<u64>,
 }
 
 /// Replays the changes. The result has all that were tried: those that fit first, the smallest change first.
@@ -93,9 +93,11 @@ pub(super) fn find(
         .zip(reports.into_iter().flatten())
         .map(|((change, candidate), report)| fit(change, candidate.set, candidate.variable, &report, recorded))
         .collect();
-    fits.extend(device(replay, &trial_options, recorded)?);
+    let card = replay.card();
+    let has_at_least = options.capacity.or(card.bytes_total).unwrap_or(card.bytes_at_least);
+    fits.extend(device(replay, &trial_options, has_at_least, recorded)?);
     // Of changes of one kind the one that leaves most; what is equal to within a hundredth by driver time.
-    let step = recorded.in_force.bytes_available / 100 + 1;
+    let step = recorded.in_force.bytes_available.unwrap_or(recorded.peak_reserved_bytes) / 100 + 1;
     let key = |fit: &Fit| {
         let margin = fit.orders.margin_bytes_least.unwrap_or(0) / step;
         (!fit.fits, fit.change, std::cmp::Reverse(margin))
@@ -130,27 +132,25 @@ fn entries(replay: &DeviceReplay<'_>, settings: &Settings, limit_is_set: bool) -
 }
 
 /// The smallest device on which the recorded settings need no retry. It may be the recorded one without what others
-/// used of it.
+/// used of it, if that is known to be large enough.
 fn device(
     replay: &DeviceReplay<'_>,
     options: &TrialOptions<'_>,
+    has_at_least: u64,
     recorded: &ReplayReport,
 ) -> Result<Option<Fit>, ReplayError> {
     const GIB: u64 = 1 << 30;
+    /// A device that cannot be full.
+    const AMPLE: u64 = 1 << 46;
     let replay_options = ReplayOptions {
         address_orders: Some(options.address_orders),
         threads: Some(options.threads),
         ..ReplayOptions::default()
     };
-    // One that cannot be full.
-    let ample = recorded.in_force.device_bytes_total.saturating_mul(64);
-    let report = replay.report(&WhatIf { capacity: Some(ample), ..WhatIf::default() }, &replay_options)?;
+    let report = replay.report(&WhatIf { capacity: Some(AMPLE), ..WhatIf::default() }, &replay_options)?;
     let needed = report.orders.peak_reserved_bytes_most + crate::replay::bytes_context();
     let needed = needed.next_multiple_of(GIB);
-    let change = match needed > recorded.in_force.device_bytes_total {
-        true => Change::Device,
-        false => Change::Others,
-    };
+    let change = if needed > has_at_least { Change::Device } else { Change::Others };
     let is_full = recorded.in_force.limit_origin == LimitOrigin::RecordedDeviceFull;
     if !report.orders.all_fit() || (change == Change::Others && !is_full) {
         return Ok(None);

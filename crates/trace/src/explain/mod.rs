@@ -33,6 +33,7 @@ pub use parts::Parts;
 pub use verdict::Verdict;
 
 use crate::bytes_text::text;
+use crate::cards::{DeviceMemory, DeviceOrigin};
 use crate::replay::{
     DeviceReplay, DeviceReplays, HeapState, InForce, ReplayError, ReplayOptions, ReplayProgress, RequestInfo, WhatIf,
     bytes_context, check_segments,
@@ -44,7 +45,7 @@ use verdict::{Facts, growth_text, judge};
 /// How to explain.
 #[derive(Clone, Default)]
 pub struct ExplainOptions<'a> {
-    /// The memory of the device, which a recording does not contain; `None` is an H200's, or more if more was used.
+    /// The memory of the device, which a recording does not contain; `None` is what follows from the recording.
     pub capacity: Option<u64>,
     /// Which code is not the program's own.
     pub frameworks: Frameworks,
@@ -65,10 +66,12 @@ pub struct ExplainOptions<'a> {
 pub struct Explanation {
     /// The device.
     pub device: u32,
-    /// The device's memory.
-    pub device_bytes_total: u64,
-    /// Whether that is an assumption.
-    pub device_assumed: bool,
+    /// The device's memory; `None` if it is not known. The parts then add up to what is known of it.
+    pub device_bytes_total: Option<u64>,
+    /// Where that comes from.
+    pub device_origin: DeviceOrigin,
+    /// The card, or those that it may be.
+    pub device_name: Option<String>,
     /// The moments: the out-of-memory events, at most the last sixteen, or else one.
     pub moments: Vec<Moment>,
     /// How many out-of-memory events there are.
@@ -199,8 +202,7 @@ pub(crate) fn explain_segments(
 ) -> Explanation {
     let state = HeapState::of_snapshot(segments);
     let mut sites = CallSites::new(&snapshot.stacks, &options.frameworks);
-    let total = options.capacity.unwrap_or_else(default_total).max(state.bytes_reserved);
-    let parts = Parts::new(&state, None, total, None, bytes_context());
+    let parts = Parts::new(&state, None, options.capacity.unwrap_or(0), None, bytes_context());
     let largest_free = largest_free(&state, None);
     let free = parts.free_large_enough;
     let evidence = vec![format!(
@@ -223,18 +225,21 @@ pub(crate) fn explain_segments(
         verdict: Verdict::Unknown,
         evidence,
     };
-    let mut explanation = explanation_of_snapshot(device, parts.total(), options.capacity.is_none(), moment);
+    let total = options.capacity.map(|_| parts.total());
+    let mut explanation = explanation_of_snapshot(device, total, moment);
     remark_on_capacity(options.capacity, &mut explanation);
     explanation
 }
 
-fn explanation_of_snapshot(device: u32, device_bytes_total: u64, device_assumed: bool, moment: Moment) -> Explanation {
+fn explanation_of_snapshot(device: u32, device_bytes_total: Option<u64>, moment: Moment) -> Explanation {
+    let DeviceMemory { origin, name, .. } = device_bytes_total.map_or_else(DeviceMemory::default, DeviceMemory::given);
     let remark = "the snapshot has no history of this device: what led to it, and what would have fitted, cannot be \
                   told; call torch.cuda.memory._record_memory_history() before the program runs";
     Explanation {
         device,
         device_bytes_total,
-        device_assumed,
+        device_origin: origin,
+        device_name: name,
         moments: vec![moment],
         ooms: 0,
         exact: None,
@@ -243,10 +248,6 @@ fn explanation_of_snapshot(device: u32, device_bytes_total: u64, device_assumed:
         growth: None,
         remarks: vec![remark.to_owned()],
     }
-}
-
-fn default_total() -> u64 {
-    warpool::driver::sim::SimDevice::h200().properties.bytes_total
 }
 
 pub(crate) fn explain_device(
@@ -287,6 +288,8 @@ pub(crate) fn explain_device(
         explained.push(explain_moment(&context, at, state_at(at), request, &mut sites));
     }
     let recorded = replay.report(&WhatIf::default(), &ReplayOptions::default())?;
+    let card = options.capacity.map_or_else(|| replay.card().clone(), DeviceMemory::given);
+    // More may have been used than the device was said to have.
     let total = explained.last().map_or(0, |moment| moment.parts.total());
     let growth = growth.map(|growth| GrowthReport {
         iterations: periods.len() as u64,
@@ -296,8 +299,9 @@ pub(crate) fn explain_device(
     });
     let mut explanation = Explanation {
         device: replay.device(),
-        device_bytes_total: total,
-        device_assumed: options.capacity.is_none(),
+        device_bytes_total: card.bytes_total.map(|_| total),
+        device_origin: card.origin,
+        device_name: card.name,
         moments: explained,
         ooms: all_ooms.len() as u64,
         exact: recorded.fidelity.checked.then_some(recorded.fidelity.exact),
@@ -355,16 +359,19 @@ fn explain_moment(
     let oom = events.get(at).filter(|event| event.action == Action::Oom);
     // More than any device has is no size.
     let device_free = oom.map(|event| event.addr).filter(|&bytes| bytes < 1 << 50);
-    let total = options.capacity.unwrap_or_else(|| replay.device_bytes_total());
+    let known_total = options.capacity.or(replay.card().bytes_total);
+    // Of an unknown device the parts are those that are known.
+    let total = known_total.unwrap_or(0);
     let parts = Parts::new(state, request.as_ref(), total, device_free, bytes_context());
     let largest_free = largest_free(state, request.as_ref());
     let (verdict, evidence) = match (&request, device_free) {
         (Some(request), _) if oom.is_some() => {
             let device_free = device_free.unwrap_or(0);
             let (limit, bytes_context) = (replay.limit(), bytes_context());
-            judge(&Facts { parts: &parts, request, device_free, limit, bytes_context, growth, periods })
+            let is_known = known_total.is_some();
+            judge(&Facts { parts: &parts, is_known, request, device_free, limit, bytes_context, growth, periods })
         }
-        _ => (Verdict::Fitted, fitted_evidence(&parts, growth, periods)),
+        _ => (Verdict::Fitted, fitted_evidence(&parts, known_total.is_some(), growth, periods)),
     };
     let event = if oom.is_some() { at } else { at.saturating_sub(1) };
     let start = events.first().map_or(0, |event| event.time_us);
@@ -385,15 +392,13 @@ fn explain_moment(
     }
 }
 
-fn fitted_evidence(parts: &Parts, growth: Option<&Growth>, periods: usize) -> Vec<String> {
-    let reserved = parts.reserved();
-    let live = parts.live();
-    let mut evidence = vec![format!(
-        "at the peak {} were reserved and {} of them allocated; {} of the device were left",
-        text(reserved),
-        text(live),
-        text(parts.not_reserved)
-    )];
+fn fitted_evidence(parts: &Parts, is_known: bool, growth: Option<&Growth>, periods: usize) -> Vec<String> {
+    let (reserved, live) = (text(parts.reserved()), text(parts.live()));
+    let left = match is_known {
+        true => format!("; {} of the device were left", text(parts.not_reserved)),
+        false => String::new(),
+    };
+    let mut evidence = vec![format!("at the peak {reserved} were reserved and {live} of them allocated{left}")];
     evidence.extend(growth.map(|growth| growth_text(growth, periods)));
     evidence
 }
@@ -411,53 +416,31 @@ fn largest_free(state: &HeapState, request: Option<&RequestInfo>) -> u64 {
 
 /// A device that is said to be smaller than what was used of it.
 fn remark_on_capacity(capacity: Option<u64>, explanation: &mut Explanation) {
-    if let Some(capacity) = capacity.filter(|&capacity| capacity < explanation.device_bytes_total) {
+    let total = explanation.device_bytes_total.unwrap_or(0);
+    if let Some(capacity) = capacity.filter(|&capacity| capacity < total) {
         explanation.remarks.insert(
             0,
             format!(
                 "more was used than a device of {} has, so it is explained as one of {}; `warpool replay --capacity` \
                  tells whether the program fits on a smaller one",
                 text(capacity),
-                text(explanation.device_bytes_total)
+                text(total)
             ),
         );
     }
 }
 
-/// A full device whose size is only assumed may be a smaller one.
+/// Of a full device whose size is not known, nothing can be said about what others use of it.
 fn remark_on_device(explanation: &mut Explanation) {
-    const GIB: u64 = 1 << 30;
-    /// What common devices report, in MiB.
-    const DEVICES: [(u64, &str); 12] = [
-        (8_192, "8 GB"),
-        (10_240, "10 GB"),
-        (12_282, "12 GB"),
-        (16_384, "16 GB"),
-        (24_217, "24 GB"),
-        (32_607, "32 GB"),
-        (40_442, "40 GB"),
-        (49_140, "48 GB"),
-        (81_559, "80 GB"),
-        (97_887, "96 GB"),
-        (143_771, "141 GB"),
-        (183_359, "180 GB"),
-    ];
     let moment = explanation.moment();
     let Some(free) = moment.device_free else { return };
-    if !explanation.device_assumed || free >= moment.bytes_segment.unwrap_or(0) || moment.parts.outside < 2 * GIB {
+    if explanation.device_bytes_total.is_some() || free >= moment.bytes_segment.unwrap_or(0) {
         return;
     }
-    let used = moment.bytes_reserved.saturating_add(free);
-    let smaller = DEVICES.into_iter().map(|(mib, name)| (mib << 20, name)).find(|&(bytes, _)| bytes >= used);
-    let assumed = text(explanation.device_bytes_total);
-    let remark = match smaller.filter(|&(bytes, _)| bytes < explanation.device_bytes_total) {
-        Some((bytes, name)) => format!(
-            "the recording does not say how large the device is; {assumed} are assumed, so {} would be used by others. \
-             If it was a device of {name}, explain with --capacity {:.1}GiB",
-            text(moment.parts.outside),
-            bytes as f64 / GIB as f64
-        ),
-        None => format!("the recording does not say how large the device is; {assumed} are assumed: see --capacity"),
-    };
+    let had = text(moment.bytes_reserved.saturating_add(free));
+    let remark = format!(
+        "the device had {had} for this program; how much it has in all does not follow from the recording: say it with \
+         --gpu or --capacity"
+    );
     explanation.remarks.insert(0, remark);
 }

@@ -74,6 +74,8 @@ impl Verdict {
 #[derive(Clone, Copy)]
 pub(super) struct Facts<'a> {
     pub parts: &'a Parts,
+    /// Whether the parts are all of the device; else its size is not known.
+    pub is_known: bool,
     /// The request that failed.
     pub request: &'a RequestInfo,
     /// What the device had free then.
@@ -88,7 +90,7 @@ pub(super) struct Facts<'a> {
 
 /// The verdict, with its evidence in sentences.
 pub(super) fn judge(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
-    let Facts { parts, request, device_free, limit, bytes_context, growth, periods } = *facts;
+    let Facts { parts, is_known, request, device_free, limit, bytes_context, growth, periods } = *facts;
     let is_full = device_free < request.bytes_segment;
     let total = parts.total();
     let live = parts.live();
@@ -118,11 +120,15 @@ pub(super) fn judge(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
         let usable = total.saturating_sub(parts.outside.min(bytes_context));
         if needed > usable {
             let over = needed - usable;
-            evidence.push(format!("the device has {} for programs: {} too little", text(usable), text(over)));
+            evidence.push(match is_known {
+                true => format!("the device has {} for programs: {} too little", text(usable), text(over)),
+                false => format!("the device had {} for this program: {} too little", text(usable), text(over)),
+            });
             return (Verdict::LiveExceedsDevice, evidence);
         }
         if !is_full {
-            evidence.push(format!("the limit is {}; the device has {}", text(available), text(total)));
+            let least = if is_known { "" } else { "at least " };
+            evidence.push(format!("the limit is {}; the device has {least}{}", text(available), text(total)));
             return (Verdict::Limit, evidence);
         }
         evidence.push(format!(

@@ -9,6 +9,7 @@ use warpool::memory::{Backend, Lint, Reserve, Settings, SettingsError, lint};
 use super::options::{AllocatorChoice, WhatIf};
 use super::prove::{CAPACITY_MAX, recorded_allocator};
 use super::report::{InForce, InferredLimit, LimitOrigin, SettingChange};
+use crate::cards::DeviceMemory;
 
 /// What is known about the recorded program.
 #[derive(Clone, Copy)]
@@ -18,7 +19,9 @@ pub(super) struct RecordedConditions<'a> {
     /// The same as they were inferred: with the order of free blocks, and as they were before the first event.
     pub settings_inferred: &'a Settings,
     pub limit: Option<InferredLimit>,
-    /// The memory of the device, as far as known.
+    /// The device, as far as known.
+    pub device: &'a DeviceMemory,
+    /// The memory of the simulated device: that of the recorded one, or enough for the recording.
     pub capacity: u64,
     /// The memory of a device whose address ranges of expandable segments are not longer than the recorded ones.
     pub capacity_of_ranges: u64,
@@ -69,7 +72,7 @@ impl Conditions {
             _ => recorded.settings_inferred.clone(),
         };
         let capacity_asked = what_if.capacity.map(|bytes| bytes.min(CAPACITY_MAX));
-        let other_device = capacity_asked.filter(|&bytes| !is_same_device(bytes, recorded.capacity));
+        let other_device = capacity_asked.filter(|&bytes| !is_same_device(bytes, recorded.device));
         let capacity = other_device.unwrap_or(recorded.capacity);
         let names_limit = names(&given, "per_process_memory_fraction") || names(&given, "memory_cap_mb");
         let is_lifted = names_limit || other_device.is_some();
@@ -88,7 +91,7 @@ impl Conditions {
             in_force: InForce::default(),
             warnings: Vec::new(),
         };
-        conditions.in_force = conditions.in_words(recorded, capacity_asked.is_none());
+        conditions.in_force = conditions.in_words(recorded, capacity_asked);
         conditions.warnings = conditions.warnings_about(&given);
         conditions.keep_address_ranges(recorded);
         Ok(conditions)
@@ -105,9 +108,10 @@ impl Conditions {
         }
     }
 
-    fn in_words(&self, recorded: RecordedConditions<'_>, device_assumed: bool) -> InForce {
+    fn in_words(&self, recorded: RecordedConditions<'_>, capacity_asked: Option<u64>) -> InForce {
         let (limit, limit_origin) = self.limit_in_force(recorded);
-        let usable = self.capacity.saturating_sub(bytes_context());
+        let device = capacity_asked.map_or_else(|| recorded.device.clone(), DeviceMemory::given);
+        let usable = device.bytes_total.map(|_| self.capacity.saturating_sub(bytes_context()));
         let settings_before = recorded.settings;
         let shown = if self.settings_are_recorded { settings_before } else { &self.settings };
         InForce {
@@ -116,9 +120,11 @@ impl Conditions {
             changes: changes(settings_before, shown, self.allocator),
             allocator: self.allocator,
             allocator_recorded: recorded_allocator(settings_before),
-            device_bytes_total: self.capacity,
-            device_assumed,
-            bytes_available: limit.map_or(usable, |limit| limit.min(usable)),
+            device_bytes_total: device.bytes_total,
+            device_origin: device.origin,
+            device_name: device.name,
+            device_bytes_simulated: self.capacity,
+            bytes_available: [limit, usable].into_iter().flatten().min(),
             memory_limit: limit,
             limit_origin,
             limit_lifted: recorded.limit.filter(|_| self.memory_limit.is_none()).map(|limit| limit.used),
@@ -202,9 +208,10 @@ fn names(entries: &str, key: &str) -> bool {
     entries.contains(key)
 }
 
-/// Whether a size that was asked for is that of the recorded device, which people write as 139.8GiB.
-fn is_same_device(bytes: u64, recorded: u64) -> bool {
-    bytes.abs_diff(recorded) <= recorded / 1000
+/// Whether a size that was asked for is that of the recorded device, which people write as 139.8GiB. One that is not
+/// known is never the same: the size is then all that is known about the device.
+pub(super) fn is_same_device(bytes: u64, recorded: &DeviceMemory) -> bool {
+    recorded.bytes_total.is_some_and(|total| bytes.abs_diff(total) <= total / 1000)
 }
 
 /// What the settings let an allocator reserve on a device, if that is limited.

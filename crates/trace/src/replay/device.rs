@@ -6,15 +6,16 @@ use std::time::Instant;
 use warpool::memory::{SegmentInfo, Settings, TraceEntry};
 
 use super::ReplayError;
-use super::conditions::{Conditions, RecordedConditions};
+use super::conditions::{Conditions, RecordedConditions, bytes_context};
 use super::infer::Inference;
 use super::options::{ADDRESS_ORDERS, AllocatorChoice, ReplayOptions, WhatIf};
 use super::orders::{OrderOptions, OrderResults, fits, run_control, run_orders};
-use super::prove::{Proof, default_capacity, recorded_allocator};
+use super::prove::{CAPACITY_MAX, Proof, default_capacity, recorded_allocator};
 use super::recording::{DeviceRecording, RecordedTime, Survey};
 use super::report::{AddressOrders, InferredLimit, Outcome, ReplayReport, Steady};
 use super::run::{OnProgress, Run, RunResult};
 use crate::budget::Budget;
+use crate::cards::DeviceMemory;
 
 /// The recording of one device, replayed as recorded.
 pub struct DeviceReplay<'a> {
@@ -28,6 +29,8 @@ pub struct DeviceReplay<'a> {
     proof: Proof,
     /// The memory of the device on which the recording is reproduced.
     capacity: u64,
+    /// The device that it was recorded on, as far as known.
+    card: DeviceMemory,
     budget: Budget,
     proof_seconds: f64,
 }
@@ -48,7 +51,9 @@ impl<'a> DeviceReplay<'a> {
         let recording = DeviceRecording { device, events, segments: &segments, survey: &survey, steady_from_us };
         let proof = Proof::find(recording, settings, progress, budget)?;
         let capacity = proof.interpretation.capacity(recording, budget)?;
+        let card = proof.device_memory(recording);
         Ok(Self {
+            card,
             device,
             events,
             recorded_time,
@@ -146,9 +151,10 @@ impl<'a> DeviceReplay<'a> {
         &self.budget
     }
 
-    /// The memory of the device, as far as known.
-    pub(crate) fn device_bytes_total(&self) -> u64 {
-        self.recorded_conditions().capacity
+    /// The device that it was recorded on, as far as the recording tells.
+    #[must_use]
+    pub fn card(&self) -> &DeviceMemory {
+        &self.card
     }
 
     fn recording(&self) -> DeviceRecording<'_> {
@@ -162,9 +168,19 @@ impl<'a> DeviceReplay<'a> {
             settings: &self.settings,
             settings_inferred: &self.proof.interpretation.inference.settings,
             limit: self.proof.limit(),
-            capacity: self.capacity.max(default_capacity()),
+            device: &self.card,
+            capacity: self.capacity_recorded(),
             capacity_of_ranges: self.capacity,
         }
+    }
+
+    /// The memory of the recorded device for what-ifs: that of its card, if known. Where its context was smaller than
+    /// the simulated one, it is more, so that the program has what it had.
+    fn capacity_recorded(&self) -> u64 {
+        let Some(total) = self.card.bytes_total else { return self.capacity.max(default_capacity()) };
+        let limit = self.proof.limit().map_or(0, |limit| limit.used);
+        let used = limit.max(self.proof.interpretation.plan.peak_reserved_bytes);
+        total.max(used.saturating_add(bytes_context())).min(CAPACITY_MAX)
     }
 
     fn answer(&self, conditions: &Conditions, options: &ReplayOptions<'_>) -> Result<Answer, ReplayError> {
@@ -178,7 +194,7 @@ impl<'a> DeviceReplay<'a> {
                 fit,
                 peak_reserved_bytes_least: peak,
                 peak_reserved_bytes_most: peak,
-                margin_bytes_least: (fit == 1).then(|| available.saturating_sub(peak)),
+                margin_bytes_least: available.filter(|_| fit == 1).map(|bytes| bytes.saturating_sub(peak)),
             };
             return Ok(Answer { worst: result.clone(), orders, control: None });
         }

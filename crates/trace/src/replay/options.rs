@@ -12,8 +12,9 @@ pub struct ReplayOptions<'a> {
     pub changes: Option<String>,
     /// The allocator.
     pub allocator: AllocatorChoice,
-    /// The memory of the device in bytes, at most 1 PiB; `None` is an H200's, or more if the recording reserved more.
-    /// With another device than the recorded one, a memory limit that was recorded no longer applies.
+    /// The memory of the device in bytes, at most 1 PiB, the whole card with its context; `None` is the recorded one,
+    /// or enough for the recording if that is not known ([`DeviceReplay::card`](super::DeviceReplay::card)). With
+    /// another device than the recorded one, a memory limit that was recorded no longer applies.
     pub capacity: Option<u64>,
     /// In how many orders of addresses a what-if is replayed, where addresses can matter; `None` is
     /// [`ADDRESS_ORDERS`].

@@ -69,7 +69,7 @@ pub(super) fn run_control(
 
 impl OrderResults {
     /// Over all orders.
-    pub fn summary(&self, bytes_available: u64) -> AddressOrders {
+    pub fn summary(&self, bytes_available: Option<u64>) -> AddressOrders {
         let peaks = || self.results.iter().map(|result| result.peak_reserved_bytes);
         let fitting = || self.results.iter().filter(|result| fits(result));
         let count = |results: usize| u32::try_from(results).expect("as many as orders");
@@ -79,7 +79,7 @@ impl OrderResults {
             peak_reserved_bytes_least: peaks().min().unwrap_or(0),
             peak_reserved_bytes_most: peaks().max().unwrap_or(0),
             margin_bytes_least: fitting()
-                .map(|result| bytes_available.saturating_sub(result.peak_reserved_bytes))
+                .filter_map(|result| Some(bytes_available?.saturating_sub(result.peak_reserved_bytes)))
                 .min(),
         }
     }

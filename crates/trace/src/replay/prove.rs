@@ -11,10 +11,11 @@ use super::infer::{
 };
 use super::options::AllocatorChoice;
 use super::plan::Plan;
-use super::recording::DeviceRecording;
+use super::recording::{DeviceRecording, is_device_free};
 use super::report::{InferredLimit, ReplayReport};
 use super::run::{Expected, OnProgress, Run, RunResult, calls_to_restore};
 use crate::budget::{Budget, Exceeded};
+use crate::cards::DeviceMemory;
 
 /// What was inferred about a recording, and the plan made from it.
 pub(super) struct Interpretation {
@@ -136,8 +137,27 @@ impl Proof {
 
     /// The memory limit of the recorded program.
     pub fn limit(&self) -> Option<InferredLimit> {
-        let &LimitBounds { at_least, below, device_full, .. } = self.interpretation.inference.limit.as_ref()?;
-        Some(InferredLimit { at_least, below, used: self.memory_limit?, device_full })
+        let bounds = self.interpretation.inference.limit.as_ref()?;
+        let &LimitBounds { at_least, below, device_full, device_had, .. } = bounds;
+        Some(InferredLimit { at_least, below, used: self.memory_limit?, device_full, device_had })
+    }
+
+    /// The device, as far as its free memory at out-of-memory events tells. Logs of other allocators do not have it.
+    pub fn device_memory(&self, recording: DeviceRecording<'_>) -> DeviceMemory {
+        let initial = self.interpretation.inference.initial.as_ref();
+        let mut reserved = initial.map_or(0, |initial| initial.heap.bytes_reserved());
+        let mut usable = None;
+        for event in recording.events {
+            match event.action {
+                Action::SegmentAlloc | Action::SegmentMap => reserved = reserved.saturating_add(event.size),
+                Action::SegmentFree | Action::SegmentUnmap => reserved = reserved.saturating_sub(event.size),
+                Action::Oom if recording.has_segments() && is_device_free(event.addr) => {
+                    usable = usable.max(Some(reserved.saturating_add(event.addr)));
+                }
+                _ => {}
+            }
+        }
+        DeviceMemory::inferred(usable, self.interpretation.plan.peak_reserved_bytes)
     }
 
     /// Adds what was found to a report.

@@ -189,6 +189,11 @@ fn is_plausible(event: &TraceEntry) -> bool {
     }
 }
 
+/// Whether a number can be the free memory that an out-of-memory event has in place of an address.
+pub(crate) fn is_device_free(bytes: u64) -> bool {
+    bytes <= BYTES_MAX
+}
+
 /// More than any device has.
 const BYTES_MAX: u64 = 16 << 40;
 

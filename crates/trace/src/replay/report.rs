@@ -5,6 +5,7 @@ use std::fmt;
 use warpool::memory::{FreeBlockOrder, MemPoolId, OomReport};
 
 use super::options::AllocatorChoice;
+use crate::cards::DeviceOrigin;
 
 /// The result of a replay. The numbers are those of the requested run; [`fidelity`](Self::fidelity) is about the run
 /// with the recorded settings. Over several devices, peaks are sums over the devices.
@@ -127,12 +128,16 @@ pub struct InForce {
     pub allocator: AllocatorChoice,
     /// The allocator of the recorded program.
     pub allocator_recorded: AllocatorChoice,
-    /// The memory of the device.
-    pub device_bytes_total: u64,
-    /// Whether that is an assumption: a recording does not contain it.
-    pub device_assumed: bool,
-    /// What of it the allocator may reserve: less the context, and within a limit.
-    pub bytes_available: u64,
+    /// The memory of the device; `None` if it is not known.
+    pub device_bytes_total: Option<u64>,
+    /// Where that comes from.
+    pub device_origin: DeviceOrigin,
+    /// The card, or those that it may be: see [`DeviceMemory::name`](crate::cards::DeviceMemory::name).
+    pub device_name: Option<String>,
+    /// The memory of the simulated device. Where the recorded one is not known, it is large enough for the recording.
+    pub device_bytes_simulated: u64,
+    /// What the allocator may reserve: of a known device less the context, and within a limit; `None` without both.
+    pub bytes_available: Option<u64>,
     /// The limit that is in force.
     pub memory_limit: Option<u64>,
     /// Where that limit comes from.
@@ -191,7 +196,8 @@ pub struct AddressOrders {
     pub peak_reserved_bytes_least: u64,
     /// The largest of them.
     pub peak_reserved_bytes_most: u64,
-    /// The least that was never reserved of what the allocator may reserve, among the orders that fit.
+    /// The least that was never reserved of what the allocator may reserve, among the orders that fit; `None` also if
+    /// the device is not known.
     pub margin_bytes_least: Option<u64>,
 }
 
@@ -349,4 +355,7 @@ pub struct InferredLimit {
     pub used: u64,
     /// Whether the device was full, rather than a limit set: it had less free than the failed request needed.
     pub device_full: bool,
+    /// What a full device had for the program at the requests that failed, reserved and free: the least and the most.
+    /// They differ where others use it too.
+    pub device_had: Option<(u64, u64)>,
 }

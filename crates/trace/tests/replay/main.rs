@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod devices;
 mod implausible;
 mod inferences;
 mod paged;

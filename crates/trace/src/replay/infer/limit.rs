@@ -9,6 +9,7 @@ use super::heap::SegmentId;
 use super::observe::{DriverAllocation, NextRequest, Observations, Release};
 use super::pools::{DEFAULT_POOL, InferredPools, PoolIndex};
 use super::rules::{MIB, RecordedRules};
+use crate::bytes_text::text;
 use crate::steps;
 
 /// Why memory was released.
@@ -31,8 +32,35 @@ pub(in crate::replay) struct LimitBounds {
     pub below: u64,
     /// The device itself was full: it had less free than a failed request needed.
     pub device_full: bool,
+    /// What a full device had for the program at the requests that failed, the least and the most.
+    pub device_had: Option<(u64, u64)>,
     /// Values to try, the likeliest first.
     pub candidates: Vec<u64>,
+}
+
+impl LimitBounds {
+    /// `device_had` is what a full device had for the program at each failure, in their order; empty if a limit was
+    /// set. `card` is the memory of the card, if known.
+    pub(super) fn new(at_least: u64, below: u64, device_had: &[u64], card: impl FnOnce() -> Option<u64>) -> Self {
+        let least = device_had.iter().copied().min();
+        let candidates = match least {
+            Some(_) => limits_of_full_device(at_least, below, device_had),
+            None => likely_limits(at_least, below, card()),
+        };
+        let device_had = least.zip(device_had.iter().copied().max());
+        Self { at_least, below, device_full: device_had.is_some(), device_had, candidates }
+    }
+
+    /// Others use a full device too, and not always equally much of it.
+    fn remark(&self) -> Option<String> {
+        let (least, most) = self.device_had.filter(|(least, most)| most - least >= MIB)?;
+        Some(format!(
+            "at the requests that failed the device had {} to {} for the program: others use it too, now more and now \
+             less",
+            text(least),
+            text(most)
+        ))
+    }
 }
 
 /// How often an allocation was retried after everything cached was released: a recording does not count it.
@@ -59,14 +87,15 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
     let mut remarks = Vec::new();
 
     let mut failures = 0;
-    let mut device_full = false;
+    // What a full device had for the program, at each failure.
+    let mut device_had = Vec::new();
     let mut unexplained = 0_u64;
     for failure in &observed.failed_requests {
         let bytes = failure.bytes_reserved.saturating_add(failure.segment_bytes);
         if bytes > at_least {
             below = below.min(bytes);
             failures += 1;
-            device_full |= failure.device_free < failure.segment_bytes;
+            device_had.extend(failure.device_had());
             continue;
         }
         unexplained += 1;
@@ -121,12 +150,9 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
         let kept = kept.map(|allocation| limit_at_threshold(allocation.bytes_reserved_before, threshold));
         at_least = kept.filter(|&bytes| bytes < below).fold(at_least, u64::max);
     }
-    let limit = (below < u64::MAX && at_least < below).then(|| LimitBounds {
-        at_least,
-        below,
-        device_full,
-        candidates: likely_limits(at_least, below),
-    });
+    let limit = (below < u64::MAX && at_least < below)
+        .then(|| LimitBounds::new(at_least, below, &device_had, || observed.device_memory(at_least).bytes_total));
+    remarks.extend(limit.as_ref().and_then(LimitBounds::remark));
     // A failed request was retried too.
     let failed = failures_without_release(observed, failures);
     let possible = observed.releases.iter().filter(|release| release.next_request.is_some()).count() as u64;
@@ -246,34 +272,95 @@ fn limit_at_threshold(bytes: u64, threshold: f64) -> u64 {
     (bytes as f64 / threshold) as u64
 }
 
-/// Limits within the bounds, round numbers first: people set them.
-pub(super) fn likely_limits(at_least: u64, below: u64) -> Vec<u64> {
+/// What a full device had for the program is the limit: at the last failure first, then the least of all. Within the
+/// bounds: an expandable segment grows by whole chunks, and a request may fail for the rest of one.
+fn limits_of_full_device(at_least: u64, below: u64, device_had: &[u64]) -> Vec<u64> {
+    let last = device_had.last().copied();
+    let least = device_had.iter().copied().filter(|had| (at_least..below).contains(had)).min();
     let mut limits = Vec::new();
-    let mut unit = 1024 * MIB;
-    while unit >= 2 * MIB && limits.len() < 4 {
-        if let Some(limit) = at_least.checked_next_multiple_of(unit)
-            && limit < below
-            && !limits.contains(&limit)
-        {
+    for limit in [last, least, Some(at_least)].into_iter().flatten() {
+        let limit = limit.clamp(at_least, below - 1);
+        if !limits.contains(&limit) {
             limits.push(limit);
         }
+    }
+    limits
+}
+
+/// Limits within the bounds that people set: a fraction of the card in steps of a twentieth, a round number, a
+/// fraction in steps of a hundredth.
+fn likely_limits(at_least: u64, below: u64, card: Option<u64>) -> Vec<u64> {
+    const LIMITS_MAX: usize = 6;
+    let mut limits = Vec::new();
+    let mut add = |limit: u64| {
+        if (at_least..below).contains(&limit) && !limits.contains(&limit) && limits.len() < LIMITS_MAX {
+            limits.push(limit);
+        }
+    };
+    let hundredths = |step: usize| (1..100).rev().filter(move |percent| percent % step == 0);
+    let fractions = |step: usize| {
+        card.into_iter().flat_map(move |total| hundredths(step).map(move |percent| fraction(total, percent)))
+    };
+    fractions(5).for_each(&mut add);
+    let mut unit = 1024 * MIB;
+    while unit >= 2 * MIB {
+        at_least.checked_next_multiple_of(unit).into_iter().for_each(&mut add);
         unit /= 2;
     }
+    fractions(1).for_each(&mut add);
     if !limits.contains(&at_least) {
         limits.push(at_least);
     }
     limits
 }
 
+/// A part of a card's memory, as PyTorch computes it.
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "as the allocator computes it"
+)]
+fn fraction(total: u64, percent: usize) -> u64 {
+    (total as f64 * (percent as f64 / 100.0)) as u64
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const GIB: u64 = 1 << 30;
+
     #[test]
     fn round_limits_are_tried_first() {
-        const GIB: u64 = 1 << 30;
-        assert_eq!(likely_limits(6_438_256_640, 6_444_548_096)[0], 6 * GIB);
-        assert_eq!(likely_limits(5 * GIB + 3 * MIB, 5 * GIB + 5 * MIB), [5 * GIB + 4 * MIB, 5 * GIB + 3 * MIB]);
-        assert_eq!(likely_limits(GIB + 1, GIB + 2), [GIB + 1]);
+        assert_eq!(likely_limits(6_438_256_640, 6_444_548_096, None)[0], 6 * GIB);
+        assert_eq!(likely_limits(5 * GIB + 3 * MIB, 5 * GIB + 5 * MIB, None), [5 * GIB + 4 * MIB, 5 * GIB + 3 * MIB]);
+        assert_eq!(likely_limits(GIB + 1, GIB + 2, None), [GIB + 1]);
+    }
+
+    #[test]
+    fn fraction_of_a_known_card_is_likelier_than_a_round_number() {
+        let total = 24_081 * MIB;
+        let (nine_tenths, a_third) = (fraction(total, 90), fraction(total, 33));
+        assert_eq!(likely_limits(nine_tenths - GIB, nine_tenths + MIB, Some(total))[0], nine_tenths);
+        assert!(!likely_limits(nine_tenths - GIB, nine_tenths + MIB, None).contains(&nine_tenths));
+        let limits = likely_limits(a_third - MIB, a_third + MIB, Some(total));
+        assert!(limits.contains(&a_third), "{limits:?}");
+    }
+
+    #[test]
+    fn full_device_is_limited_to_what_it_had() {
+        let (at_least, below) = (22 * GIB, 24 * GIB);
+        let bounds = |had: &[u64]| LimitBounds::new(at_least, below, had, || None);
+        assert_eq!(bounds(&[23 * GIB + 7]).candidates, [23 * GIB + 7, at_least]);
+        assert_eq!(bounds(&[23 * GIB + 7]).remark(), None);
+        // Others came and went: the last, then the least that explains the recording.
+        let several = bounds(&[21 * GIB, 22 * GIB + 5, 23 * GIB]);
+        assert_eq!(several.candidates, [23 * GIB, 22 * GIB + 5, at_least]);
+        assert_eq!((several.device_full, several.device_had), (true, Some((21 * GIB, 23 * GIB))));
+        assert!(several.remark().expect("it changed").contains("21 GiB to 23 GiB"));
+        // For the rest of a chunk.
+        assert_eq!(bounds(&[24 * GIB + MIB]).candidates, [24 * GIB - 1, at_least]);
+        assert!(!bounds(&[]).device_full);
     }
 }

@@ -8,7 +8,8 @@ use warpool::memory::{Action, MemPoolId, SegmentKind, SizeRules, TraceEntry};
 use super::heap::{RecordedHeap, RecordedSegment, SegmentId};
 use super::rules::RecordedRules;
 use crate::budget::{Charge, Exceeded, bytes_of};
-use crate::replay::recording::{DeviceRecording, allocates_segment, frees_segment};
+use crate::cards::DeviceMemory;
+use crate::replay::recording::{DeviceRecording, allocates_segment, frees_segment, is_device_free};
 
 /// The segment of an allocation is unknown: the recording contradicts itself there.
 pub(super) const SEGMENT_UNKNOWN: SegmentId = SegmentId::MAX;
@@ -61,8 +62,22 @@ pub(super) struct FailedRequest {
     pub bytes_reserved: u64,
     /// The size of the segment for it, which a limit is compared with.
     pub segment_bytes: u64,
+    /// What the driver was asked for: whole chunks for an expandable segment.
+    pub driver_bytes: u64,
     /// What was free on the device.
     pub device_free: u64,
+}
+
+impl FailedRequest {
+    /// What the device had for the program, if the recording says: reserved and free.
+    pub fn bytes_usable(&self) -> Option<u64> {
+        is_device_free(self.device_free).then(|| self.bytes_reserved.saturating_add(self.device_free))
+    }
+
+    /// The same if the device was full, and no limit refused the request.
+    pub fn device_had(&self) -> Option<u64> {
+        self.bytes_usable().filter(|_| self.device_free < self.driver_bytes)
+    }
 }
 
 /// Two segments that cannot have been in one pool: a block of `passed_over` would have been preferred.
@@ -93,6 +108,14 @@ pub(super) struct Observations {
     pub mismatches: u64,
     /// For the memory of all this.
     pub charge: Option<Charge>,
+}
+
+impl Observations {
+    /// The device, as far as the failed requests tell.
+    pub fn device_memory(&self, bytes_reserved: u64) -> DeviceMemory {
+        let usable = self.failed_requests.iter().filter_map(FailedRequest::bytes_usable).max();
+        DeviceMemory::inferred(usable, bytes_reserved)
+    }
 }
 
 /// Passes over the events from the state in `heap`. The segments of the snapshot name their pools.
@@ -189,10 +212,16 @@ impl Pass<'_> {
             Action::Oom => {
                 let segment_bytes = self.sizes().segment(event.size);
                 let bytes_reserved = self.heap.bytes_reserved();
+                let chunk = self.sizes().chunk(SizeRules::kind(self.sizes().round(event.size))).max(1);
+                let driver_bytes = match self.rules().expandable_segments() {
+                    true => segment_bytes.checked_next_multiple_of(chunk).unwrap_or(u64::MAX),
+                    false => segment_bytes,
+                };
                 self.count(3 * size_of::<FailedRequest>() as u64);
                 self.found.failed_requests.push(FailedRequest {
                     bytes_reserved,
                     segment_bytes,
+                    driver_bytes,
                     device_free: event.addr,
                 });
                 true

@@ -7,10 +7,11 @@
 
 use warpool::memory::{Action, Settings, TraceEntry};
 
-use super::limit::{LimitBounds, ReleaseCause, RetryBounds, likely_limits};
+use super::limit::{LimitBounds, ReleaseCause, RetryBounds};
 use super::{DEFAULT_POOL, Inference, InferredPools, InferredRelease, PoolIndex};
 use crate::budget::{Budget, Charge, Exceeded, bytes_of};
-use crate::replay::recording::{DeviceRecording, frees_segment};
+use crate::cards::DeviceMemory;
+use crate::replay::recording::{DeviceRecording, frees_segment, is_device_free};
 
 impl Inference {
     /// For a recording of the paged allocator whose history is complete.
@@ -60,7 +61,8 @@ fn memory_limit(events: &[TraceEntry], settings: &Settings) -> Option<LimitBound
     if settings.memory_cap_bytes.is_some() || settings.per_process_memory_fraction < 1.0 {
         return None;
     }
-    let (mut reserved, mut at_least, mut below, mut device_full) = (0_u64, 0, u64::MAX, false);
+    let (mut reserved, mut at_least, mut below) = (0_u64, 0, u64::MAX);
+    let (mut device_had, mut usable) = (Vec::new(), None);
     for event in events {
         match event.action {
             Action::SegmentAlloc | Action::SegmentMap => reserved = reserved.saturating_add(event.size),
@@ -69,19 +71,16 @@ fn memory_limit(events: &[TraceEntry], settings: &Settings) -> Option<LimitBound
                 // It lacked at most the pages of the whole request: free ones that were in reach served a part of it.
                 let pages = event.size.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX);
                 below = below.min(reserved.saturating_add(pages));
-                device_full |= event.addr < pages;
+                let has = Some(reserved.saturating_add(event.addr)).filter(|_| is_device_free(event.addr));
+                usable = usable.max(has);
+                device_had.extend(has.filter(|_| event.addr < pages));
             }
             _ => {}
         }
         at_least = at_least.max(reserved);
     }
-    let candidates = || likely_limits(at_least, below);
-    (at_least < below && below < u64::MAX).then(|| LimitBounds {
-        at_least,
-        below,
-        device_full,
-        candidates: candidates(),
-    })
+    let card = || DeviceMemory::inferred(usable, at_least).bytes_total;
+    (at_least < below && below < u64::MAX).then(|| LimitBounds::new(at_least, below, &device_had, card))
 }
 
 /// The segment events that do not belong to a request: runs of those that a trim made. Those of a request come right

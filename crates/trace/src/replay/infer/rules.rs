@@ -30,6 +30,10 @@ impl RecordedRules {
         self.expandable_segments = !self.expandable_segments;
     }
 
+    pub fn expandable_segments(&self) -> bool {
+        self.expandable_segments
+    }
+
     pub fn sizes(&self) -> &SizeRules {
         &self.sizes
     }
