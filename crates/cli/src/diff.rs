@@ -7,20 +7,23 @@ use indicatif::ProgressBar;
 use serde_json::json;
 use warpool_report::diff::{Side, compared, object, page};
 use warpool_report::view::{BYTES_MAX, DevicePart, device_parts};
-use warpool_trace::diff::{ChangeKind, HolderChange, diff};
-use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, explain};
+use warpool_trace::Category;
+use warpool_trace::diff::{ChangeKind, HolderChange, category_changes, diff};
+use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, Moment, MomentChoice, explain};
 use warpool_trace::timeline::{Timeline, TimelineOptions, timelines};
 
 use crate::files::short_names;
 use crate::inputs::{self, in_parallel, replay_error, show_progress};
+use crate::moment;
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
 
 /// Compares two recordings: what is new, gone, grown or shrunk, by call stack
 ///
-/// For the moments of their out-of-memory events, or else of their peaks: before and after a change, or two ranks of
-/// one job. Blocks are matched by the calls that allocated them; without stacks by size. With -o it also writes a page
-/// for the browser: both recordings over time, what changed, and a flame graph of both.
+/// Compares equal moments, those of most allocated memory unless --at names others: before and after a change, or two
+/// ranks of one job. Blocks are matched by the functions and files of the calls that allocated them (lines may have
+/// moved), without stacks by size. With -o it also writes a page for the browser: both recordings over time, what
+/// changed, and a flame graph of both.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "A report that exists is replaced; any other file is not.\n\
     Exit status: 0 success, 2 a file cannot be read, or the page cannot be written.\n\n\
@@ -35,6 +38,9 @@ pub struct Args {
     /// The second recording
     #[arg(value_name = "B")]
     after: PathBuf,
+    /// The moment of both: `allocated`, `reserved`, `oom`, the number of an event, or a time such as 1.5s
+    #[arg(long, value_name = "MOMENT", value_parser = moment::parse, default_value = "allocated")]
+    at: MomentChoice,
     /// Also write a page for the browser
     #[arg(short, long, value_name = "PAGE")]
     output: Option<PathBuf>,
@@ -112,6 +118,7 @@ fn sides(file: &Path, args: &Args, bar: &ProgressBar) -> std::result::Result<Vec
     inputs::begin(bar, "replaying");
     let frameworks = Frameworks::default().with(&args.framework);
     let options = ExplainOptions {
+        at: args.at,
         frameworks: frameworks.clone(),
         skips_fits: true,
         memory_limit: Some(opened.memory_limit),
@@ -132,6 +139,25 @@ fn sides(file: &Path, args: &Args, bar: &ProgressBar) -> std::result::Result<Vec
     Ok(found.into_iter().zip(parts).map(side).collect())
 }
 
+/// The kinds of memory in both.
+fn categories_table(before: &Moment, after: &Moment, output: &mut Output) -> io::Result<()> {
+    let changes = category_changes(before, after);
+    if changes.iter().all(|change| change.category == Category::Unknown) {
+        return Ok(());
+    }
+    let mut table = output::table(&["kind of memory", ">first", ">second", ">difference"]);
+    for change in changes {
+        let sign = if change.bytes_after < change.bytes_before { "-" } else { "+" };
+        table.add_row([
+            change.category.words().to_owned(),
+            size::format(change.bytes_before),
+            size::format(change.bytes_after),
+            format!("{sign}{}", size::format(change.bytes_after.abs_diff(change.bytes_before))),
+        ]);
+    }
+    output.table("By kind of memory, requested bytes", &table)
+}
+
 fn write(
     names: &[String],
     device: &str,
@@ -147,18 +173,19 @@ fn write(
     if !(one.holders.has_stacks() && other.holders.has_stacks()) {
         output.paragraph(
             "Without call stacks in both, blocks are matched by size; record with \
-             torch.cuda.memory._record_memory_history(stacks=\"python\").",
+             torch.cuda.memory._record_memory_history().",
         )?;
     }
     output.line("")?;
+    categories_table(one, other, output)?;
     let changed: Vec<&HolderChange> = changes.iter().filter(|change| change.kind != ChangeKind::Same).collect();
     if changed.is_empty() {
-        return output.line("No difference.");
+        return output.line("No difference in what the calls hold at that moment.");
     }
-    let mut table = output::table(&["", ">first", ">second", ">difference", ">blocks", "allocated by", "from"]);
+    let mut table = output::table(&["", ">first", ">second", ">difference", ">blocks", "allocated by", "from", "kind"]);
     for change in changed.iter().take(rows) {
         let sign = if change.bytes_after < change.bytes_before { "-" } else { "+" };
-        let line = change.line.as_deref().filter(|line| *line != change.name).unwrap_or_default();
+        let line = change.line.as_ref().filter(|line| **line != change.name).or(change.forward_line.as_ref());
         table.add_row([
             change.kind.name().to_owned(),
             size::format(change.bytes_before),
@@ -166,7 +193,8 @@ fn write(
             format!("{sign}{}", size::format(change.bytes_changed())),
             format!("{} to {}", change.count_before, change.count_after),
             change.name.clone(),
-            line.to_owned(),
+            line.cloned().unwrap_or_default(),
+            change.category.words().to_owned(),
         ]);
     }
     let title = match changed.len() > rows {

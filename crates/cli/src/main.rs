@@ -13,6 +13,7 @@ mod files;
 mod foreign;
 mod info;
 mod inputs;
+mod moment;
 mod output;
 mod processes;
 mod replay;

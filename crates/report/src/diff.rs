@@ -3,10 +3,11 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
-use warpool_trace::diff::{ChangeKind, HolderChange, diff};
-use warpool_trace::explain::{Explanation, MomentKind};
+use warpool_trace::diff::{CategoryChange, ChangeKind, HolderChange, category_changes, diff};
+use warpool_trace::explain::{Explanation, Moment};
 
 use crate::bytes_text::text;
+use crate::explain::{categories_list, moment_name};
 use crate::view::{DevicePart, Page};
 
 /// What is known of one device of a recording.
@@ -38,12 +39,14 @@ pub fn page(names: [&str; 2], pairs: &[(&Side, &Side)]) -> Page {
                 true => one.explanation.device.to_string(),
                 false => format!("{} and {}", one.explanation.device, other.explanation.device),
             },
-            "headline": headline(before.parts.allocated, after.parts.allocated),
+            "headline": headline(&one.explanation, &other.explanation),
             "prose": [compared(&one.explanation, &other.explanation)],
             "before": sides[0],
             "after": sides[1],
-            "allocated_before": before.parts.allocated,
-            "allocated_after": after.parts.allocated,
+            "allocated_before": before.bytes_requested,
+            "allocated_after": after.bytes_requested,
+            "categories_before": categories_list(before),
+            "categories_after": categories_list(after),
             "changes": changed.into_iter().map(change_object).collect::<Vec<_>>(),
         }));
     }
@@ -51,37 +54,56 @@ pub fn page(names: [&str; 2], pairs: &[(&Side, &Side)]) -> Page {
     Page { manifest: json!({ "title": title, "difference": list }), title, sections }
 }
 
-fn headline(before: u64, after: u64) -> String {
-    match after.abs_diff(before) {
-        0 => "The second recording holds as much as the first".to_owned(),
-        bytes => {
-            let direction = if after > before { "more" } else { "less" };
-            format!("The second recording holds {} {direction} than the first", text(bytes))
-        }
-    }
-}
-
-/// What is compared, in a sentence.
-#[must_use]
-pub fn compared(one: &Explanation, other: &Explanation) -> String {
-    let (one, other) = (one.moment(), other.moment());
+/// How much more or less is allocated and reserved, in a sentence.
+fn headline(before: &Explanation, after: &Explanation) -> String {
+    let by = |before: u64, after: u64, what: &str| match after.abs_diff(before) {
+        0 => format!("as much {what}"),
+        bytes => format!("{} {} {what}", text(bytes), if after > before { "more" } else { "less" }),
+    };
+    let ([one, other], [one_peak, other_peak]) = sides(before, after);
     format!(
-        "Allocated: {} and {}. Reserved: {} and {}. Compared are the {} of the first and the {} of the second.",
-        text(one.parts.allocated),
-        text(other.parts.allocated),
-        text(one.bytes_reserved),
-        text(other.bytes_reserved),
-        moment_name(one.kind),
-        moment_name(other.kind),
+        "The second recording has {} and {} than the first",
+        by(one.bytes_allocated, other.bytes_allocated, "allocated"),
+        by(one_peak, other_peak, "reserved")
     )
 }
 
-fn moment_name(kind: MomentKind) -> &'static str {
-    match kind {
-        MomentKind::OutOfMemory => "out-of-memory event",
-        MomentKind::Peak => "peak",
-        MomentKind::Snapshot => "snapshot",
-    }
+/// The moments of both, and the most that each reserved.
+fn sides<'a>(before: &'a Explanation, after: &'a Explanation) -> ([&'a Moment; 2], [u64; 2]) {
+    let moments = [before.moment(), after.moment()];
+    let reserved = |explanation: &Explanation| {
+        explanation.peaks.map_or(explanation.moment().bytes_reserved, |peaks| peaks.reserved.bytes)
+    };
+    (moments, [reserved(before), reserved(after)])
+}
+
+/// What is compared, in sentences.
+#[must_use]
+pub fn compared(before: &Explanation, after: &Explanation) -> String {
+    let ([one, other], [one_peak, other_peak]) = sides(before, after);
+    let place =
+        |moment: &Moment| moment.event.map_or_else(|| "at the start".to_owned(), |event| format!("event {event}"));
+    let moment = match (before.peaks, after.peaks) {
+        (None, _) | (_, None) => "the states when the snapshots were taken".to_owned(),
+        _ => format!("{} of each: {} and {}", moment_name(one.kind), place(one), place(other)),
+    };
+    format!(
+        "Compared is {moment}. Allocated then: {} and {} ({} and {} requested). Reserved at most: {} and {}.",
+        text(one.bytes_allocated),
+        text(other.bytes_allocated),
+        text(one.bytes_requested),
+        text(other.bytes_requested),
+        text(one_peak),
+        text(other_peak),
+    )
+}
+
+fn category_object(change: &CategoryChange) -> Value {
+    json!({
+        "name": change.category.name(),
+        "bytes_before": change.bytes_before,
+        "bytes_after": change.bytes_after,
+    })
 }
 
 /// What changed on one device.
@@ -94,14 +116,18 @@ pub fn object(files: [&Path; 2], before: &Explanation, after: &Explanation, chan
             "device": explanation.device,
             "moment": moment.kind.name(),
             "event": moment.event,
-            "allocated_bytes": moment.parts.allocated,
+            "requested_bytes": moment.bytes_requested,
+            "allocated_bytes": moment.bytes_allocated,
             "reserved_bytes": moment.bytes_reserved,
+            "peak_reserved_bytes": explanation.peaks.map(|peaks| peaks.reserved.bytes),
         })
     };
     json!({
-        "schema_version": 1,
+        "schema_version": 2,
+        "headline": headline(before, after),
         "before": side(files[0], before),
         "after": side(files[1], after),
+        "categories": category_changes(before.moment(), after.moment()).iter().map(category_object).collect::<Vec<_>>(),
         "changes": changes.iter().map(change_object).collect::<Vec<_>>(),
     })
 }
@@ -111,6 +137,8 @@ fn change_object(change: &HolderChange) -> Value {
         "kind": change.kind.name(),
         "name": change.name,
         "line": change.line,
+        "forward_line": change.forward_line,
+        "category": change.category.name(),
         "path": change.path,
         "bytes_before": change.bytes_before,
         "bytes_after": change.bytes_after,

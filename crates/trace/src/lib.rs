@@ -56,19 +56,3 @@ pub use read::{Compression, Progress, ReadError, ReadOptions, Recording, Recordi
 pub use snapshot::{RecordedFields, write_snapshot};
 #[doc(hidden)]
 pub use steps::steps_taken;
-
-/// Temporary.
-pub fn categories_at(snapshot: &warpool::memory::Snapshot, event: usize) -> Vec<(u64, u64, Category, Rule)> {
-    let events = &snapshot.traces[0];
-    let mut categories = category::Categories::new(events, &snapshot.stacks, &snapshot.annotations);
-    let mut live = std::collections::BTreeMap::new();
-    for (at, e) in events.iter().enumerate().take(event + 1) {
-        match e.action {
-            warpool::memory::Action::Alloc => { live.insert(e.addr, (e.size, at as u32)); }
-            warpool::memory::Action::FreeRequested => { live.remove(&e.addr); }
-            _ => {}
-        }
-    }
-    let _ = categories.before_history(None, &snapshot.stacks);
-    live.into_iter().map(|(a, (s, at))| { let (c, r) = categories.at(events, at); (a, s, c, r) }).collect()
-}

@@ -8,11 +8,13 @@ use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use warpool_report::explain::object;
-use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, explain};
+use warpool_trace::RecordingFormat;
+use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, MomentChoice, explain};
 
 use crate::capacity::CapacityArgs;
 use crate::files::{expand_folders, short_names};
 use crate::inputs::{self, in_parallel, replay_error, show_progress, threads_each};
+use crate::moment;
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
 
@@ -21,10 +23,14 @@ const RANKS_MIN: usize = 4;
 
 /// Explains why a recorded program ran out of memory, and what would have fitted
 ///
-/// For the moment of an out-of-memory event, or else of the peak: who held memory, by call stack, line and module;
-/// where the rest of the device's memory was; the verdict, with the numbers behind it; and which change would have
-/// fitted, found by replays. Record with stacks to see who held memory:
-/// torch.cuda.memory._record_memory_history(), and on failure torch.cuda.memory._dump_snapshot("oom.pickle").
+/// For the moment of the last out-of-memory event, or else of the most allocated memory (--at chooses another): what
+/// kind of memory was allocated, and who held it, by call stack, line and module; where the rest was; the verdict, with
+/// its numbers; and what to do, by replays and by arithmetic. With --gpu or --capacity it also says whether the program
+/// fits on that device. Record with torch.cuda.memory._record_memory_history() before the model is made, and on failure
+/// call torch.cuda.memory._dump_snapshot("oom.pickle").
+///
+/// Requested bytes are what the program asked for, allocated bytes the blocks that it got (with rounding, as
+/// torch.cuda.memory_allocated() counts), reserved bytes what the allocator has from the driver.
 ///
 /// With four files or more, or a folder of them (one per rank), it compares them and names those that differ.
 #[derive(Debug, clap::Args)]
@@ -40,6 +46,10 @@ pub struct Args {
     files: Vec<PathBuf>,
     #[command(flatten)]
     capacity: CapacityArgs,
+    /// The moment: `allocated` (most allocated), `reserved` (most reserved), `oom`, the number of an event, or a time after
+    /// the first event such as 1.5s or 300ms [default: oom, or else allocated]
+    #[arg(long, value_name = "MOMENT", value_parser = moment::parse, default_value = "usual", hide_default_value = true)]
+    at: MomentChoice,
     /// A package or a part of a path whose code is not your own, beside torch and its companions; may be repeated
     #[arg(long, value_name = "NAME")]
     framework: Vec<String>,
@@ -123,7 +133,9 @@ fn explain_file(
     inputs::begin(bar, "replaying");
     let options = ExplainOptions {
         capacity: args.capacity.bytes(),
+        at: args.at,
         frameworks: frameworks.clone(),
+        not_of_pytorch: opened.recording.format == RecordingFormat::RmmLog,
         skips_fits: args.no_fits,
         address_orders: Some(args.orders),
         threads: Some(threads_each(files)),

@@ -22,9 +22,9 @@ pub(super) fn write(explained: &[Explained], output: &mut Output) -> io::Result<
         table.add_row([
             name.clone(),
             moment.kind.name().to_owned(),
-            size::format(moment.parts.allocated),
+            size::format(moment.bytes_allocated),
             size::format(moment.bytes_reserved),
-            moment.verdict.words().to_owned(),
+            explanation.verdict.words().to_owned(),
             most,
         ]);
     }
@@ -45,17 +45,17 @@ pub(super) fn write(explained: &[Explained], output: &mut Output) -> io::Result<
 /// The one in the middle, by allocated bytes.
 fn middle(explained: &[Explained]) -> &Explained {
     let mut sorted: Vec<&Explained> = explained.iter().collect();
-    sorted.sort_by_key(|explained| explained.explanation.moment().parts.allocated);
+    sorted.sort_by_key(|explained| explained.explanation.moment().bytes_allocated);
     sorted[sorted.len() / 2]
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a share")]
 fn differs(one: &Explanation, middle: &Explanation) -> bool {
     let is_far = |one: u64, middle: u64| one.abs_diff(middle) as f64 > OUTLIER * middle as f64;
-    let (one, middle) = (one.moment(), middle.moment());
+    let reserved = |it: &Explanation| it.peaks.map_or(it.moment().bytes_reserved, |peaks| peaks.reserved.bytes);
     one.verdict != middle.verdict
-        || is_far(one.parts.allocated, middle.parts.allocated)
-        || is_far(one.bytes_reserved, middle.bytes_reserved)
+        || is_far(one.moment().bytes_allocated, middle.moment().bytes_allocated)
+        || is_far(reserved(one), reserved(middle))
 }
 
 /// In what one differs from the middle.
@@ -80,10 +80,10 @@ fn difference(outlier: &Explained, middle: &Explained) -> String {
     format!(
         "{} differs: {} allocated and {} reserved, where {} has {} and {}{what}.",
         outlier.name,
-        size::format(one.parts.allocated),
+        size::format(one.bytes_allocated),
         size::format(one.bytes_reserved),
         middle.name,
-        size::format(other.parts.allocated),
+        size::format(other.bytes_allocated),
         size::format(other.bytes_reserved),
     )
 }

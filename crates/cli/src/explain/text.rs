@@ -3,7 +3,8 @@
 use std::io;
 
 use warpool_report::explain::{headline, sentences};
-use warpool_trace::explain::{Change, Explanation, Fit, Moment, MomentKind, Parts};
+use warpool_trace::Category;
+use warpool_trace::explain::{CategoryShare, Change, Explanation, Fit, Moment, Parts, Proof};
 
 use super::Explained;
 use crate::output::{self, Output};
@@ -17,9 +18,10 @@ pub(super) fn write(explained: &Explained, rows: usize, quiet: bool, output: &mu
     for paragraph in sentences(explanation) {
         output.paragraph(&paragraph)?;
     }
-    output.paragraph(&what_fits(explanation))?;
     output.line("")?;
+    write_advice(explanation, output)?;
     parts_table(&moment.parts, explanation, output)?;
+    categories_table(moment, output)?;
     holders_tables(moment, rows, output)?;
     fits_table(&explanation.fits, output)?;
     if !quiet {
@@ -30,28 +32,52 @@ pub(super) fn write(explained: &Explained, rows: usize, quiet: bool, output: &mu
     Ok(())
 }
 
-fn what_fits(explanation: &Explanation) -> String {
-    if explanation.fits.is_empty() {
-        return match explanation.moment().kind {
-            MomentKind::OutOfMemory => "What would have fitted was not examined.".to_owned(),
-            MomentKind::Peak | MomentKind::Snapshot => String::new(),
+/// What to do, numbered, with the line to write or run.
+fn write_advice(explanation: &Explanation, output: &mut Output) -> io::Result<()> {
+    if explanation.advice.is_empty() {
+        return Ok(());
+    }
+    output.heading("What to do")?;
+    for (number, advice) in (1..).zip(&explanation.advice) {
+        let fits = match advice.fits {
+            Some(true) => " It would have fitted.",
+            Some(false) => " Alone it does not suffice.",
+            None => "",
         };
-    }
-    match explanation.fits.iter().find(|fit| fit.fits) {
-        Some(fit) => {
-            let margin = fit.orders.margin_bytes_least.unwrap_or(0);
-            let margin = format!(
-                "by at least {} in {} of {} address orders",
-                size::format(margin),
-                fit.orders.fit,
-                fit.orders.run
-            );
-            format!("The smallest change that would have fitted: {}, {margin}, {}.", setting(fit), cost(fit))
+        let proof = match advice.proof {
+            Proof::Replay => "",
+            Proof::Arithmetic => " (by arithmetic)",
+        };
+        let mut letters = advice.detail.chars();
+        let detail: String = letters.next().into_iter().flat_map(char::to_uppercase).chain(letters).collect();
+        let fits = if explanation.ooms > 0 || explanation.on_device.is_some() { fits } else { "" };
+        output.paragraph(&format!("{number}. {}. {detail}{proof}.{fits}", advice.title))?;
+        for line in advice.apply.iter().flat_map(|apply| apply.lines()) {
+            output.line(format!("       {line}"))?;
         }
-        None => "Nothing that was tried would have fitted but fewer bytes: no setting, no allocator, no larger \
-                 device."
-            .to_owned(),
     }
+    output.line("")
+}
+
+/// What kind of memory was allocated, with the rules that decided.
+fn categories_table(moment: &Moment, output: &mut Output) -> io::Result<()> {
+    if moment.categories.iter().all(|share| share.category == Category::Unknown) {
+        return Ok(());
+    }
+    let mut table = output::table(&["kind of memory", ">requested", ">share", ">blocks", "because it was"]);
+    let mut shares: Vec<&CategoryShare> = moment.categories.iter().collect();
+    shares.sort_by_key(|share| std::cmp::Reverse(share.bytes));
+    for share in shares {
+        let rules: Vec<&str> = share.rules.iter().take(2).map(|(rule, _)| rule.words()).collect();
+        table.add_row([
+            share.category.words().to_owned(),
+            size::format(share.bytes),
+            percent(share.bytes, moment.bytes_requested),
+            share.count.to_string(),
+            rules.join("; "),
+        ]);
+    }
+    output.table("What kind of memory was allocated", &table)
 }
 
 /// What to set.
@@ -63,17 +89,9 @@ fn setting(fit: &Fit) -> String {
     }
 }
 
-fn cost(fit: &Fit) -> String {
-    match fit.driver_seconds_more {
-        more if more > 0.0005 => format!("with {more:.3} s more in driver calls"),
-        more if more < -0.0005 => format!("with {:.3} s less in driver calls", -more),
-        _ => "with as much time in driver calls".to_owned(),
-    }
-}
-
 /// What the parts mean.
 const MEANINGS: [(&str, &str); 10] = [
-    ("allocated", "allocated, as requested"),
+    ("allocated", "allocated: requested bytes"),
     ("rounding", "rounding inside allocated blocks"),
     ("free_too_small", "free for this request's stream and pool, in pieces too small for it"),
     ("free_large_enough", "free, in pieces large enough"),
@@ -91,8 +109,8 @@ fn parts_table(parts: &Parts, explanation: &Explanation, output: &mut Output) ->
     for (name, bytes) in parts.named().into_iter().filter(|&(_, bytes)| bytes > 0) {
         let meaning = MEANINGS.iter().find(|(part, _)| *part == name).map_or(name, |(_, meaning)| meaning);
         // Without a request that it could be large enough for.
-        let is_snapshot = explanation.moment().kind == MomentKind::Snapshot;
-        let meaning = if is_snapshot && name == "free_large_enough" { "free" } else { meaning };
+        let is_free = explanation.moment().request.is_none() && name == "free_large_enough";
+        let meaning = if is_free { "free" } else { meaning };
         let share = if explanation.device_bytes_total.is_some() { percent(bytes, total) } else { "-".to_owned() };
         table.add_row([meaning.to_owned(), size::format(bytes), share]);
     }
@@ -106,13 +124,14 @@ fn parts_table(parts: &Parts, explanation: &Explanation, output: &mut Output) ->
 fn holders_tables(moment: &Moment, rows: usize, output: &mut Output) -> io::Result<()> {
     let holders = &moment.holders;
     let bytes = holders.bytes;
-    let mut table = output::table(&[">bytes", ">share", ">blocks", "allocated by", "called by", "from"]);
+    let columns = [">requested", ">share", ">blocks", "allocated by", "called by", "from", "kind"];
+    let mut table = output::table(&columns);
     for holder in holders.groups.iter().take(rows) {
         // The path ends with the allocating call. That a module calls itself says little.
         let callers = || holder.path.iter().rev().skip(1);
         let telling = callers().find(|caller| !caller.starts_with("forward ("));
         let caller = telling.or_else(|| callers().next()).map_or("", String::as_str);
-        let from = holder.line.as_deref().filter(|line| *line != holder.name).unwrap_or_default();
+        let from = holder.line.as_ref().filter(|line| **line != holder.name).or(holder.forward_line.as_ref());
         let (share, count) = (percent(holder.bytes, bytes), holder.count.to_string());
         table.add_row([
             size::format(holder.bytes),
@@ -120,7 +139,8 @@ fn holders_tables(moment: &Moment, rows: usize, output: &mut Output) -> io::Resu
             count,
             holder.name.clone(),
             caller.to_owned(),
-            from.to_owned(),
+            from.cloned().unwrap_or_default(),
+            holder.category.words().to_owned(),
         ]);
     }
     output.table(&titled("Who held memory", rows, holders.groups.len()), &table)?;
@@ -129,10 +149,11 @@ fn holders_tables(moment: &Moment, rows: usize, output: &mut Output) -> io::Resu
         false => vec![("By age", &holders.by_age)],
     };
     for (title, groups) in others {
-        let mut table = output::table(&[">bytes", ">share", ">blocks", "where"]);
+        let mut table = output::table(&[">requested", ">share", ">blocks", "where", "kind"]);
         for group in groups.iter().take(rows) {
             let (share, count) = (percent(group.bytes, bytes), group.count.to_string());
-            table.add_row([size::format(group.bytes), share, count, group.name.clone()]);
+            let kind = group.category.words().to_owned();
+            table.add_row([size::format(group.bytes), share, count, group.name.clone(), kind]);
         }
         output.table(&titled(title, rows, groups.len()), &table)?;
     }
@@ -158,7 +179,7 @@ fn fits_table(fits: &[Fit], output: &mut Output) -> io::Result<()> {
         let time = format!("{:.3} s", fit.driver_seconds);
         table.add_row([setting(fit), orders, margin, reserved, time, fit.retries.to_string()]);
     }
-    output.table("What would have fitted, by replays", &table)
+    output.table("Changes that were replayed", &table)
 }
 
 fn percent(bytes: u64, whole: u64) -> String {

@@ -3,5 +3,5 @@
 mod object;
 mod prose;
 
-pub use object::object;
-pub use prose::{headline, sentences};
+pub use object::{advice_object, categories_list, object};
+pub use prose::{headline, moment_name, sentences};

@@ -4,17 +4,19 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 use warpool_trace::cards::DeviceOrigin;
-use warpool_trace::explain::{Explanation, Fit, Holder, Moment, Parts};
+use warpool_trace::explain::{Advice, CategoryShare, Explanation, Fit, Holder, Moment, OnDevice, Parts, Peak};
 
+use super::prose;
 use crate::replay::in_force_object;
 
 /// The version of the schema, which is raised when a key changes its meaning or goes.
-const SCHEMA_VERSION: u32 = 1;
+pub const SCHEMA_VERSION: u32 = 2;
 
 /// How many groups of holders an object has.
 const HOLDERS_MAX: usize = 100;
 
 /// One device of one file.
+#[must_use]
 pub fn object(file: &Path, explanation: &Explanation) -> Value {
     let moment = explanation.moment();
     json!({
@@ -25,15 +27,26 @@ pub fn object(file: &Path, explanation: &Explanation) -> Value {
         "device_origin": explanation.device_origin.name(),
         "device_name": explanation.device_name,
         "device_assumed": explanation.device_origin == DeviceOrigin::Unknown,
+        "headline": prose::headline(explanation),
+        "sentences": prose::sentences(explanation),
         "moment": moment_object(moment),
-        "verdict": moment.verdict.name(),
-        "evidence": moment.evidence,
+        "peaks": explanation.peaks.map(|peaks| json!({
+            "requested": peak_object(peaks.requested),
+            "allocated": peak_object(peaks.allocated),
+            "reserved": peak_object(peaks.reserved),
+        })),
+        "verdict": explanation.verdict.name(),
+        "evidence": explanation.evidence,
         "parts": parts_object(&moment.parts),
+        "categories": categories_list(moment),
         "holders": holders_list(&moment.holders.groups),
         "holders_by_line": holders_list(&moment.holders.by_line),
         "holders_by_module": holders_list(&moment.holders.by_module),
         "holders_by_age": holders_list(&moment.holders.by_age),
         "bytes_with_stack": moment.holders.bytes_with_stack,
+        "bytes_before_history": moment.holders.bytes_before_history,
+        "advice": explanation.advice.iter().map(advice_object).collect::<Vec<_>>(),
+        "on_device": explanation.on_device.as_ref().map(on_device_object),
         "fits": explanation.fits.iter().map(fit_object).collect::<Vec<_>>(),
         "growth": explanation.growth.as_ref().map(|growth| json!({
             "iterations": growth.iterations,
@@ -41,11 +54,10 @@ pub fn object(file: &Path, explanation: &Explanation) -> Value {
             "bytes": growth.bytes,
             "holders": holders_list(&growth.holders),
         })),
+        "events": explanation.events,
         "ooms": explanation.ooms,
         "moments": explanation.moments.iter().map(|moment| json!({
             "moment": moment_object(moment),
-            "verdict": moment.verdict.name(),
-            "evidence": moment.evidence,
             "parts": parts_object(&moment.parts),
         })).collect::<Vec<_>>(),
         "exact": explanation.exact,
@@ -54,22 +66,51 @@ pub fn object(file: &Path, explanation: &Explanation) -> Value {
     })
 }
 
+fn peak_object(peak: Peak) -> Value {
+    json!({ "bytes": peak.bytes, "event": peak.event })
+}
+
 fn moment_object(moment: &Moment) -> Value {
+    let request = moment.request;
     json!({
         "kind": moment.kind.name(),
         "event": moment.event,
         "time_us": moment.time_us,
-        "bytes_requested": moment.bytes_requested,
-        "bytes_segment": moment.bytes_segment,
-        "device_free_bytes": moment.device_free,
+        "requested_bytes": moment.bytes_requested,
+        "allocated_bytes": moment.bytes_allocated,
         "reserved_bytes": moment.bytes_reserved,
         "largest_free_bytes": moment.largest_free,
+        "bytes_requested": request.map(|request| request.bytes),
+        "bytes_segment": request.map(|request| request.bytes_segment),
+        "device_free_bytes": request.and_then(|request| request.device_free),
     })
 }
 
 fn parts_object(parts: &Parts) -> Value {
     let parts = parts.named().into_iter().map(|(name, bytes)| (name.to_owned(), Value::from(bytes)));
     Value::Object(parts.collect::<Map<String, Value>>())
+}
+
+/// The categories of a moment, with their shares of the requested bytes.
+#[must_use]
+pub fn categories_list(moment: &Moment) -> Vec<Value> {
+    let whole = moment.bytes_requested;
+    let object = |share: &CategoryShare| {
+        #[expect(clippy::cast_precision_loss, reason = "a share")]
+        let part = if whole == 0 { 0.0 } else { share.bytes as f64 / whole as f64 };
+        json!({
+            "name": share.category.name(),
+            "bytes": share.bytes,
+            "share": part,
+            "count": share.count,
+            "rules": share.rules.iter().map(|(rule, bytes)| json!({
+                "rule": rule.name(),
+                "words": rule.words(),
+                "bytes": bytes,
+            })).collect::<Vec<_>>(),
+        })
+    };
+    moment.categories.iter().map(object).collect()
 }
 
 fn holders_list(holders: &[Holder]) -> Vec<Value> {
@@ -81,9 +122,39 @@ fn holder_object(holder: &Holder) -> Value {
     json!({
         "name": holder.name,
         "line": holder.line,
+        "forward_line": holder.forward_line,
         "path": holder.path,
         "bytes": holder.bytes,
         "count": holder.count,
+        "category": holder.category.name(),
+    })
+}
+
+/// One thing to do.
+#[must_use]
+pub fn advice_object(advice: &Advice) -> Value {
+    json!({
+        "kind": advice.kind.name(),
+        "title": advice.title,
+        "detail": advice.detail,
+        "apply": advice.apply,
+        "fits": advice.fits,
+        "bytes_saved": advice.bytes_saved,
+        "margin_bytes": advice.margin_bytes,
+        "proof": advice.proof.name(),
+    })
+}
+
+fn on_device_object(on: &OnDevice) -> Value {
+    json!({
+        "device_bytes_total": on.bytes_total,
+        "fits": on.orders.all_fit(),
+        "orders_run": on.orders.run,
+        "orders_fit": on.orders.fit,
+        "peak_reserved_bytes": on.orders.peak_reserved_bytes_most,
+        "margin_bytes": on.orders.margin_bytes_least,
+        "oom_event": on.oom_event,
+        "oom_bytes_requested": on.oom_bytes,
     })
 }
 

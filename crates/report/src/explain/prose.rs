@@ -1,26 +1,63 @@
-//! An explanation in a few lines of prose.
+//! An explanation in a few lines of prose. Every number says which bytes it counts: requested, allocated (with
+//! rounding, as PyTorch counts), reserved.
 
-use warpool_trace::explain::{Explanation, Holder, Moment, MomentKind, Verdict};
+use warpool_trace::Category;
+use warpool_trace::cards::DeviceOrigin;
+use warpool_trace::explain::{CategoryShare, Explanation, Holder, Moment, MomentKind, OnDevice, Verdict};
 
 use crate::bytes_text::text;
 
-/// The lines before what would have fitted: when, the numbers behind the verdict, who held memory, what grew.
+/// The lines before the advice: when, the numbers for the verdict, what was allocated, who held it, what grew.
+#[must_use]
 pub fn sentences(explanation: &Explanation) -> Vec<String> {
     let moment = explanation.moment();
-    let mut lines = vec![when(explanation), evidence(&moment.evidence), held_by(moment)];
+    let mut lines = vec![when(explanation)];
+    lines.extend(explanation.on_device.as_ref().map(on_device));
+    if explanation.ooms > 0 || explanation.peaks.is_none() {
+        lines.push(evidence(&explanation.evidence));
+    }
+    lines.push(memory(explanation));
+    lines.push(kinds(moment));
+    lines.push(held_by(moment));
     if let Some(growth) = &explanation.growth {
         let what: Vec<String> = growth.holders.iter().take(3).map(named).collect();
-        lines.push(format!("What stays allocated from iteration to iteration: {}.", what.join("; ")));
+        lines.push(format!(
+            "Over the last {} of {} iterations {} more stayed allocated: {}.",
+            growth.iterations_grown,
+            growth.iterations,
+            text(growth.bytes),
+            what.join("; ")
+        ));
     }
+    lines.retain(|line| !line.is_empty());
     lines
 }
 
 /// The verdict in a few words.
+#[must_use]
 pub fn headline(explanation: &Explanation) -> String {
-    let verdict = explanation.moment().verdict;
-    match verdict {
+    let verdict = explanation.verdict;
+    let recorded = match verdict {
         Verdict::Fitted | Verdict::Unknown => verdict.words().to_owned(),
         _ => format!("out of memory: {}", verdict.words()),
+    };
+    match &explanation.on_device {
+        None => recorded,
+        Some(on) => {
+            let fits = if on.orders.all_fit() { "it fits" } else { "it does not fit" };
+            format!("{recorded}; on a device of {} {fits}", text(on.bytes_total))
+        }
+    }
+}
+
+/// The name of a moment, with its article.
+#[must_use]
+pub const fn moment_name(kind: MomentKind) -> &'static str {
+    match kind {
+        MomentKind::Allocated => "the moment of most allocated memory",
+        MomentKind::Reserved => "the moment of most reserved memory",
+        MomentKind::OutOfMemory => "the out-of-memory event",
+        MomentKind::Event => "the state",
     }
 }
 
@@ -31,17 +68,106 @@ fn when(explanation: &Explanation) -> String {
         let seconds = time_us as f64 / 1e6;
         format!(", {seconds:.2} s after the first event")
     });
-    let event = moment.event.unwrap_or(0);
+    let place = match moment.event {
+        Some(event) => format!("event {event}{time}"),
+        None => "the start of the history".to_owned(),
+    };
+    let fitted = match explanation.ooms {
+        0 => "Nothing ran out of memory. ",
+        _ => "",
+    };
     match moment.kind {
         MomentKind::OutOfMemory => {
             let which = match explanation.ooms {
                 1 => String::new(),
                 count => format!(" (the last of {count} such events)"),
             };
-            format!("A request ran out of memory at event {event}{time}{which}.")
+            format!("A request ran out of memory at {place}{which}.")
         }
-        MomentKind::Peak => format!("Nothing ran out of memory. The peak is at event {event}{time}."),
-        MomentKind::Snapshot => "There is no history: this is the state when the snapshot was taken.".to_owned(),
+        MomentKind::Event if explanation.peaks.is_none() => {
+            "There is no history: this is the state when the snapshot was taken.".to_owned()
+        }
+        MomentKind::Event => format!("This is the state after {place}."),
+        _ if explanation.verdict == Verdict::Unknown => format!("This is the state at {place}."),
+        MomentKind::Allocated => format!("{fitted}The most memory was allocated at {place}."),
+        MomentKind::Reserved => format!("{fitted}The most memory was reserved at {place}."),
+    }
+}
+
+/// Whether it fits on another device.
+fn on_device(on: &OnDevice) -> String {
+    let device = text(on.bytes_total);
+    let orders = match on.orders.run {
+        1 => String::new(),
+        run => format!(" in {} of {run} replays with other addresses", on.orders.fit),
+    };
+    if on.orders.all_fit() {
+        let margin = on.orders.margin_bytes_least;
+        let margin = margin.map_or_else(String::new, |bytes| format!(", with at least {} to spare", text(bytes)));
+        return format!("On a device of {device} the recorded requests fit{orders}{margin}.");
+    }
+    let failed = match (on.oom_event, on.oom_bytes) {
+        (Some(event), Some(bytes)) => format!(": a request of {} at event {event} runs out of memory", text(bytes)),
+        _ => String::new(),
+    };
+    format!("On a device of {device} the recorded requests do not fit{orders}{failed}.")
+}
+
+/// What was requested, allocated and reserved, and of how much.
+fn memory(explanation: &Explanation) -> String {
+    let moment = explanation.moment();
+    if explanation.peaks.is_none() {
+        return String::new();
+    }
+    let mut sentence = format!(
+        "{} were allocated then ({} requested), and {} reserved",
+        text(moment.bytes_allocated),
+        text(moment.bytes_requested),
+        text(moment.bytes_reserved)
+    );
+    if let Some(peaks) = explanation.peaks.filter(|peaks| peaks.reserved.bytes > moment.bytes_reserved) {
+        let event = peaks.reserved.event.map_or_else(|| "the start".to_owned(), |event| format!("event {event}"));
+        sentence.push_str(&format!("; {} from {event} on at most", text(peaks.reserved.bytes)));
+    }
+    match (explanation.device_bytes_total, explanation.device_origin) {
+        (Some(total), DeviceOrigin::Inferred) => {
+            let name = explanation.device_name.as_ref().map_or_else(String::new, |name| format!(", {name}"));
+            sentence.push_str(&format!(". By the free memory that was recorded, the device has {}{name}", text(total)));
+        }
+        (Some(total), _) => sentence.push_str(&format!(", of a device of {}", text(total))),
+        (None, _) => {}
+    }
+    format!("{sentence}.")
+}
+
+/// The kinds of memory, the largest first.
+fn kinds(moment: &Moment) -> String {
+    let mut shares: Vec<&CategoryShare> = moment.categories.iter().collect();
+    shares.sort_by_key(|share| std::cmp::Reverse(share.bytes));
+    let is_known = shares.iter().any(|share| share.category != Category::Unknown && share.bytes > 0);
+    if !is_known || moment.bytes_requested == 0 {
+        return String::new();
+    }
+    let named: Vec<String> = shares
+        .iter()
+        .map(|share| {
+            let name = match share.category {
+                Category::Unknown => "of unknown kind",
+                category => category.words(),
+            };
+            format!("{} {name} ({})", text(share.bytes), percent(share.bytes, moment.bytes_requested))
+        })
+        .collect();
+    format!("Of the requested bytes: {}.", named.join(", "))
+}
+
+/// A share in percent; small ones are not rounded to nothing.
+fn percent(bytes: u64, whole: u64) -> String {
+    #[expect(clippy::cast_precision_loss, reason = "a percentage")]
+    let percent = 100.0 * bytes as f64 / whole as f64;
+    match percent {
+        percent if percent > 0.0 && percent < 1.0 => "less than 1 %".to_owned(),
+        percent => format!("{percent:.0} %"),
     }
 }
 
@@ -60,13 +186,21 @@ fn held_by(moment: &Moment) -> String {
         return "Nothing was allocated.".to_owned();
     }
     let largest: Vec<String> = holders.groups.iter().take(3).map(named).collect();
-    let largest = format!("Of {} allocated, most is held by {}.", text(holders.bytes), largest.join("; "));
-    match holders.has_stacks() {
-        true => largest,
-        false => format!(
+    let largest = format!("Most of it was requested by {}.", largest.join("; "));
+    let (before, without) = (holders.bytes_before_history, holders.bytes - holders.bytes_with_stack);
+    if holders.bytes_with_stack == 0 && before < holders.bytes {
+        format!(
             "{largest} The recording has no call stacks: to see which lines hold memory, record it with \
-             torch.cuda.memory._record_memory_history(stacks=\"python\")."
-        ),
+             torch.cuda.memory._record_memory_history()."
+        )
+    } else if before > holders.bytes / 20 && without > holders.bytes / 20 {
+        format!(
+            "{largest} {} were allocated before the history begins, by unknown code: to see it, call \
+             torch.cuda.memory._record_memory_history() before the model is made.",
+            text(before)
+        )
+    } else {
+        largest
     }
 }
 
@@ -74,6 +208,10 @@ fn held_by(moment: &Moment) -> String {
 fn named(holder: &Holder) -> String {
     let blocks = if holder.count == 1 { "1 block".to_owned() } else { format!("{} blocks", holder.count) };
     let from = holder.line.as_ref().filter(|line| **line != holder.name);
-    let from = from.map_or_else(String::new, |line| format!(", from {line}"));
+    let from = match (from, &holder.forward_line) {
+        (Some(line), _) => format!(", from {line}"),
+        (None, Some(line)) => format!(", the backward pass of {line}"),
+        (None, None) => String::new(),
+    };
     format!("{} with {} in {blocks}{from}", holder.name, text(holder.bytes))
 }

@@ -20,7 +20,7 @@ pub fn object(timeline: &Timeline) -> Value {
         "peak_reserved": sample(&timeline.peak_reserved),
         "ooms": count(MarkKind::OutOfMemory),
         "retries": count(MarkKind::Retry),
-        "verdict": moment.verdict.name(),
+        "verdict": explanation.verdict.name(),
         "moment": { "kind": moment.kind.name(), "event": moment.event, "time_us": moment.time_us },
         "device_bytes_total": explanation.device_bytes_total,
         "device_origin": explanation.device_origin.name(),

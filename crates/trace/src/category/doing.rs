@@ -90,7 +90,7 @@ impl StackKinds {
 fn doing(stack: &[Frame]) -> Doing {
     let (mut found, mut own_seen) = (None, false);
     for frame in stack.iter().filter(|frame| is_python(frame)) {
-        let file = short_path(&frame.filename);
+        let file = &short_path(&frame.filename).replace('\\', "/");
         let part = part_of(file, &frame.name).or_else(|| {
             // The constructor of a module of the program: nothing of the program is inside of it.
             (frame.name == "__init__" && !own_seen && !file.starts_with("torch/")).then_some(Doing::ModuleSetup)
@@ -122,9 +122,8 @@ fn doing(stack: &[Frame]) -> Doing {
 fn runs_engine(stack: &[Frame]) -> bool {
     let engine = |frame: &Frame| frame.name.starts_with("torch::autograd::Engine::");
     let outermost = stack.iter().rev().find(|frame| is_python(frame));
-    let is_called = |frame: &Frame| {
-        frame.name == "apply" && short_path(&frame.filename).ends_with("torch/autograd/function.py")
-    };
+    let is_called =
+        |frame: &Frame| frame.name == "apply" && short_path(&frame.filename).ends_with("torch/autograd/function.py");
     outermost.is_some_and(is_called) || stack.iter().any(|frame| !is_python(frame) && engine(frame))
 }
 

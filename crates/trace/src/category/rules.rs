@@ -141,8 +141,7 @@ impl Lives {
     pub fn judge(mut self, end: u32) -> Vec<(Category, Rule)> {
         self.name_threads_without_python();
         let passes = Passes::new(&self.lives);
-        let mut found: Vec<Judged> =
-            (0..self.lives.len()).map(|number| self.judge_one(number, &passes, end)).collect();
+        let mut found: Vec<Judged> = (0..self.lives.len()).map(|number| self.judge_one(number, &passes, end)).collect();
         self.settle_open(&mut found);
         found.into_iter().map(|judged| (judged.category, judged.rule)).collect()
     }
@@ -305,7 +304,9 @@ enum Guess {
     Gradient,
     Temporary,
     /// It was there when so many later allocations of the pass were made.
-    Retained { later: u32 },
+    Retained {
+        later: u32,
+    },
 }
 
 /// Whether a pass that was cut off keeps most of what it allocates, as a forward pass of a training does.

@@ -23,21 +23,23 @@ pub struct CategoryShare {
 
 /// The categories of blocks.
 pub(super) struct BlockCategories<'a> {
-    categories: Categories,
+    categories: &'a mut Categories,
     events: &'a [TraceEntry],
     stacks: &'a [Arc<[Frame]>],
 }
 
 impl<'a> BlockCategories<'a> {
-    pub fn new(categories: Categories, events: &'a [TraceEntry], stacks: &'a [Arc<[Frame]>]) -> Self {
+    pub fn new(categories: &'a mut Categories, events: &'a [TraceEntry], stacks: &'a [Arc<[Frame]>]) -> Self {
         Self { categories, events, stacks }
     }
 
     /// Of an allocated block.
     pub fn of(&mut self, block: &StateBlock) -> (Category, Rule) {
-        match block.event {
-            Some(event) => self.categories.at(self.events, event),
-            None => self.categories.before_history(block.stack, self.stacks),
+        match block.event.map(|event| self.categories.at(self.events, event)) {
+            // Recorded without stacks, but for what was still there at the end.
+            Some((_, Rule::NoStack)) if block.stack.is_some() => self.categories.by_stack(block.stack, self.stacks),
+            Some(known) => known,
+            None => self.categories.by_stack(block.stack, self.stacks),
         }
     }
 

@@ -3,7 +3,7 @@
 
 use warpool::memory::{Action, Backend, Settings};
 
-use super::ExplainOptions;
+use super::{ExplainOptions, Explanation};
 use crate::replay::{
     AddressOrders, AllocatorChoice, DeviceReplay, LimitOrigin, ReplayError, ReplayOptions, ReplayReport, WhatIf,
 };
@@ -61,17 +61,39 @@ pub struct Fit {
     pub device_bytes_total: Option<u64>,
 }
 
+/// Whether changes are worth replays: memory ran out, it would run out on the device that was asked about, or much more
+/// is reserved than is ever allocated.
+pub(super) fn are_worth_trying(explanation: &Explanation) -> bool {
+    let Some(peaks) = explanation.peaks else { return false };
+    let (reserved, allocated) = (peaks.reserved.bytes, peaks.allocated.bytes);
+    let overhead = reserved.saturating_sub(allocated);
+    let is_wasteful = overhead >= OVERHEAD_MIN && overhead >= reserved / 10;
+    let does_not_fit = explanation.on_device.is_some_and(|on| !on.orders.all_fit());
+    explanation.ooms > 0 || does_not_fit || is_wasteful
+}
+
+/// Less than this is not worth a change of settings.
+pub(super) const OVERHEAD_MIN: u64 = 256 << 20;
+
+/// In how many orders of addresses changes are replayed.
+pub(super) fn orders(options: &ExplainOptions<'_>) -> u32 {
+    options.address_orders.unwrap_or(8)
+}
+
 /// Replays the changes. The result has all that were tried: those that fit first, the smallest change first.
 pub(super) fn find(
     replay: &DeviceReplay<'_>,
     options: &ExplainOptions<'_>,
+    capacity: Option<u64>,
     recorded: &ReplayReport,
 ) -> Result<Vec<Fit>, ReplayError> {
     let settings = replay.recorded_settings();
     let mut changes: Vec<(Change, Candidate)> = Vec::new();
-    let limit_is_set = replay.limit().is_some_and(|limit| !limit.device_full);
-    for entries in entries(replay, settings, limit_is_set) {
-        changes.push((Change::Settings, Candidate::changed(settings, entries)));
+    let limit_is_set = replay.limit().is_some_and(|limit| !limit.device_full) && capacity.is_none();
+    if !options.not_of_pytorch {
+        for entries in entries(replay, settings, limit_is_set) {
+            changes.push((Change::Settings, Candidate::changed(settings, entries)));
+        }
     }
     if limit_is_set {
         changes.push((Change::Limit, Candidate::changed(settings, "per_process_memory_fraction:1.0")));
@@ -81,8 +103,8 @@ pub(super) fn find(
     }
     let threads = || std::thread::available_parallelism().map_or(1, usize::from);
     let trial_options = TrialOptions {
-        capacity: None,
-        address_orders: options.address_orders.unwrap_or(8),
+        capacity,
+        address_orders: orders(options),
         threads: options.threads.unwrap_or_else(threads),
         progress: None,
     };
@@ -95,7 +117,10 @@ pub(super) fn find(
         .collect();
     let card = replay.card();
     let has_at_least = options.capacity.or(card.bytes_total).unwrap_or(card.bytes_at_least);
-    fits.extend(device(replay, &trial_options, has_at_least, recorded)?);
+    let ran_out = !recorded.orders.all_fit();
+    if ran_out || capacity.is_some() {
+        fits.extend(device(replay, &trial_options, has_at_least, recorded)?);
+    }
     // Of changes of one kind the one that leaves most; what is equal to within a hundredth by driver time.
     let step = recorded.in_force.bytes_available.unwrap_or(recorded.peak_reserved_bytes) / 100 + 1;
     let key = |fit: &Fit| {

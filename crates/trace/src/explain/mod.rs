@@ -1,5 +1,5 @@
-//! Why a recorded program ran out of memory: who held memory, where the rest was, what the reason was, and what would
-//! have fitted.
+//! Why a recorded program ran out of memory, or what it needed: who held memory, what kind it was, where the rest was,
+//! what the reason was, and what would have fitted.
 //!
 //! ```no_run
 //! use warpool_trace::explain::{ExplainOptions, explain};
@@ -7,48 +7,63 @@
 //!
 //! let recording = read_file("oom.pickle", &ReadOptions { stacks: true, ..ReadOptions::default() })?;
 //! for device in explain(&recording.snapshot, &ExplainOptions::default())? {
-//!     println!("{}: {}", device.device, device.moment().verdict.words());
+//!     println!("{}: {}", device.device, device.verdict.words());
 //! }
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! The moment is that of an out-of-memory event, or else of the peak. `parts.rs` says where the device's memory was
-//! then, `holders.rs` who held it, `periods.rs` whether it grew, `verdict.rs` why it ran out, and `fits.rs` replays
-//! changes. The state at the moment comes from the recorded events alone (`replay/state.rs`).
+//! `moment.rs` chooses the moment, `parts.rs` says where the device's memory was then, `holders.rs` who held it,
+//! `categories.rs` what kind it was, `periods.rs` whether it grew, `verdict.rs` why it ran out; `fits.rs` replays
+//! changes, and `advice.rs` says what to do. The state at a moment comes from the recorded events alone
+//! (`replay/state.rs`).
 
+mod advice;
+mod categories;
 mod fits;
 mod holders;
+mod moment;
 mod parts;
 mod periods;
 mod verdict;
 
 use std::collections::BTreeMap;
 
-use warpool::memory::{Action, BlockState, SegmentInfo, Snapshot};
+use warpool::memory::{Action, SegmentInfo, Snapshot};
 
-pub use fits::{Change, Fit};
 pub use crate::stacks::{CallSite, Frameworks};
+pub use advice::{Advice, AdviceKind, Proof};
+pub use categories::CategoryShare;
+pub use fits::{Change, Fit};
 pub use holders::{Holder, Holders};
+pub use moment::{FailedRequest, Moment, MomentChoice, MomentKind, Peak, Peaks};
 pub use parts::Parts;
 pub use verdict::Verdict;
 
 use crate::bytes_text::text;
 use crate::cards::{DeviceMemory, DeviceOrigin};
+use crate::category::Categories;
 use crate::replay::{
-    DeviceReplay, DeviceReplays, HeapState, InForce, ReplayError, ReplayOptions, ReplayProgress, RequestInfo, WhatIf,
-    bytes_context, check_segments,
+    AddressOrders, DeviceReplay, DeviceReplays, HeapState, InForce, Outcome, ReplayError, ReplayOptions,
+    ReplayProgress, ReplayReport, RequestInfo, WhatIf, bytes_context, check_segments,
 };
+use categories::BlockCategories;
 use holders::{CallSites, grown, holders};
+use moment::{Survey, largest_free};
 use periods::Growth;
-use verdict::{Facts, growth_text, judge};
+use verdict::{Facts, Judgement, judge};
 
 /// How to explain.
 #[derive(Clone, Default)]
 pub struct ExplainOptions<'a> {
-    /// The memory of the device, which a recording does not contain; `None` is what follows from the recording.
+    /// The memory of a device. If the program ran out on a device that may be this one, it is that device; else the
+    /// question is whether the program would fit on it. `None` is the recorded device, as far as it is known.
     pub capacity: Option<u64>,
+    /// Which moment.
+    pub at: MomentChoice,
     /// Which code is not the program's own.
     pub frameworks: Frameworks,
+    /// The recording is of another program than PyTorch: its settings are no remedy.
+    pub not_of_pytorch: bool,
     /// Leaves out what would have fitted, which takes replays.
     pub skips_fits: bool,
     /// In how many orders of addresses each change is replayed; `None` is 8.
@@ -72,16 +87,28 @@ pub struct Explanation {
     pub device_origin: DeviceOrigin,
     /// The card, or those that it may be.
     pub device_name: Option<String>,
-    /// The moments: the out-of-memory events, at most the last sixteen, or else one.
+    /// Why the last request ran out of memory that did.
+    pub verdict: Verdict,
+    /// The numbers for the verdict, in sentences.
+    pub evidence: Vec<String>,
+    /// The moments that were asked for: the out-of-memory events, at most the last sixteen, or else one.
     pub moments: Vec<Moment>,
+    /// The peaks; `None` without a history.
+    pub peaks: Option<Peaks>,
+    /// How many events there are.
+    pub events: u64,
     /// How many out-of-memory events there are.
     pub ooms: u64,
     /// Whether a replay reproduces the recording; `None` without a history.
     pub exact: Option<bool>,
     /// The conditions of the recorded program; `None` without a history.
     pub in_force: Option<InForce>,
-    /// What would have fitted: changes that were replayed.
+    /// Whether the program fits on the device that was asked about, if that is another than the recorded one.
+    pub on_device: Option<OnDevice>,
+    /// Changes that were replayed: those that fit first, the smallest change first.
     pub fits: Vec<Fit>,
+    /// What to do, the simplest first.
+    pub advice: Vec<Advice>,
     /// What grew from iteration to iteration, if anything did, by call stack or size.
     pub growth: Option<GrowthReport>,
     /// Remarks for the reader, in sentences.
@@ -99,6 +126,19 @@ impl Explanation {
     }
 }
 
+/// The recorded program on another device, by replays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OnDevice {
+    /// The device's memory.
+    pub bytes_total: u64,
+    /// Over the orders of addresses.
+    pub orders: AddressOrders,
+    /// The first event at which a request runs out of memory, in the worst order.
+    pub oom_event: Option<u64>,
+    /// What that request asks for.
+    pub oom_bytes: Option<u64>,
+}
+
 /// Growth from iteration to iteration.
 #[derive(Clone, Debug)]
 pub struct GrowthReport {
@@ -106,62 +146,10 @@ pub struct GrowthReport {
     pub iterations: u64,
     /// Over how many of them it grew.
     pub iterations_grown: u64,
-    /// By how much.
+    /// By how much, in allocated bytes.
     pub bytes: u64,
     /// What stayed allocated, the largest first.
     pub holders: Vec<Holder>,
-}
-
-/// What a moment is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MomentKind {
-    /// A request ran out of memory.
-    OutOfMemory,
-    /// The most memory was reserved, and of these moments the one with the most allocated.
-    Peak,
-    /// The snapshot was taken; it has no history.
-    Snapshot,
-}
-
-impl MomentKind {
-    /// Its name: `oom`, `peak`, `snapshot`.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::OutOfMemory => "oom",
-            Self::Peak => "peak",
-            Self::Snapshot => "snapshot",
-        }
-    }
-}
-
-/// What is explained about one moment.
-#[derive(Clone, Debug)]
-pub struct Moment {
-    /// What it is.
-    pub kind: MomentKind,
-    /// The event, counted from 0; `None` without a history.
-    pub event: Option<u64>,
-    /// Microseconds since the first event.
-    pub time_us: Option<i64>,
-    /// The bytes of the request that failed, or of the last one before the peak.
-    pub bytes_requested: Option<u64>,
-    /// What was, or would have been, requested from the driver for it.
-    pub bytes_segment: Option<u64>,
-    /// What the device had free, if the recording says.
-    pub device_free: Option<u64>,
-    /// What was reserved.
-    pub bytes_reserved: u64,
-    /// Where the device's memory was.
-    pub parts: Parts,
-    /// The largest free block that the request could have used.
-    pub largest_free: u64,
-    /// Who held it.
-    pub holders: Holders,
-    /// Why it ran out.
-    pub verdict: Verdict,
-    /// The numbers behind the verdict, in sentences.
-    pub evidence: Vec<String>,
 }
 
 /// Explains a recording, each device by itself.
@@ -183,7 +171,8 @@ pub fn explain(snapshot: &Snapshot, options: &ExplainOptions<'_>) -> Result<Vec<
     let mut explanations = Vec::new();
     for device in replays.iter().flat_map(DeviceReplays::devices) {
         segments.remove(&i32::try_from(device.device()).unwrap_or(-1));
-        explanations.push(explain_device(snapshot, device, options)?);
+        let mut categories = Categories::new(device.events(), &snapshot.stacks, &snapshot.annotations);
+        explanations.push(explain_device(snapshot, device, &mut categories, options)?);
     }
     for (device, segments) in segments {
         check_segments(device.unsigned_abs(), &segments)?;
@@ -201,50 +190,50 @@ pub(crate) fn explain_segments(
     options: &ExplainOptions<'_>,
 ) -> Explanation {
     let state = HeapState::of_snapshot(segments);
-    let mut sites = CallSites::new(&snapshot.stacks, &options.frameworks);
+    let mut sites = CallSites::new(&snapshot.stacks, &options.frameworks, &[]);
+    let mut categories = Categories::default();
+    let mut categories = BlockCategories::new(&mut categories, &[], &snapshot.stacks);
     let parts = Parts::new(&state, None, options.capacity.unwrap_or(0), None, bytes_context());
     let largest_free = largest_free(&state, None);
-    let free = parts.free_large_enough;
     let evidence = vec![format!(
-        "when the snapshot was taken, {} were reserved and {} of them free, the largest piece {}",
+        "when the snapshot was taken, {} were reserved, {} of them allocated, and the largest free block had {}",
         text(state.bytes_reserved),
-        text(free),
+        text(parts.live()),
         text(largest_free)
     )];
     let moment = Moment {
-        kind: MomentKind::Snapshot,
+        kind: MomentKind::Event,
         event: None,
         time_us: None,
-        bytes_requested: None,
-        bytes_segment: None,
-        device_free: None,
+        bytes_requested: parts.allocated,
+        bytes_allocated: parts.live(),
         bytes_reserved: state.bytes_reserved,
+        request: None,
         parts,
         largest_free,
-        holders: holders(&state, &mut sites, 0),
-        verdict: Verdict::Unknown,
-        evidence,
+        holders: holders(&state, &mut sites, &mut categories, 0),
+        categories: categories.shares(&state),
     };
     let total = options.capacity.map(|_| parts.total());
-    let mut explanation = explanation_of_snapshot(device, total, moment);
-    remark_on_capacity(options.capacity, &mut explanation);
-    explanation
-}
-
-fn explanation_of_snapshot(device: u32, device_bytes_total: Option<u64>, moment: Moment) -> Explanation {
-    let DeviceMemory { origin, name, .. } = device_bytes_total.map_or_else(DeviceMemory::default, DeviceMemory::given);
+    let DeviceMemory { origin, name, .. } = total.map_or_else(DeviceMemory::default, DeviceMemory::given);
     let remark = "the snapshot has no history of this device: what led to it, and what would have fitted, cannot be \
                   told; call torch.cuda.memory._record_memory_history() before the program runs";
     Explanation {
         device,
-        device_bytes_total,
+        device_bytes_total: total,
         device_origin: origin,
         device_name: name,
+        verdict: Verdict::Unknown,
+        evidence,
         moments: vec![moment],
+        peaks: None,
+        events: 0,
         ooms: 0,
         exact: None,
         in_force: None,
+        on_device: None,
         fits: Vec::new(),
+        advice: Vec::new(),
         growth: None,
         remarks: vec![remark.to_owned()],
     }
@@ -253,188 +242,223 @@ fn explanation_of_snapshot(device: u32, device_bytes_total: Option<u64>, moment:
 pub(crate) fn explain_device(
     snapshot: &Snapshot,
     replay: &DeviceReplay<'_>,
+    categories: &mut Categories,
     options: &ExplainOptions<'_>,
 ) -> Result<Explanation, ReplayError> {
-    const MOMENTS_MAX: usize = 16;
     let events = replay.events();
-    let periods = periods::find(events);
-    // One pass for the peak and for what is allocated when each period begins.
-    let mut peak = Peak::default();
-    let mut bytes_at = Vec::with_capacity(periods.len());
-    replay.states_before(&[], |totals| {
-        peak.see(totals.event, totals.bytes_reserved, totals.bytes_allocated);
-        if periods.get(bytes_at.len()) == Some(&totals.event) {
-            bytes_at.push(totals.bytes_allocated);
-        }
-    })?;
-    let growth = periods::growth(&bytes_at);
-    let is_oom = |at: &usize| events[*at].action == Action::Oom;
-    let all_ooms: Vec<usize> = (0..events.len()).filter(is_oom).collect();
-    let ooms = &all_ooms[all_ooms.len().saturating_sub(MOMENTS_MAX)..];
-    // States are those before an event: the peak is behind its event.
-    let mut wanted: Vec<usize> = if ooms.is_empty() { vec![peak.event + 1] } else { ooms.to_vec() };
-    let moments = wanted.clone();
-    wanted.extend(growth.map(|growth| periods[growth.last]));
+    let survey = Survey::new(replay)?;
+    let growth = periods::growth(&survey.allocated_at_periods);
+    let moments = survey.moments(options.at, events);
+    let last_oom = survey.ooms.last().copied();
+    // A state is the one before an event: that of an out-of-memory event, else the one after the moment's event.
+    let before = |&(kind, event): &(MomentKind, Option<usize>)| match (kind, event) {
+        (MomentKind::OutOfMemory, Some(event)) => event,
+        (_, event) => event.map_or(0, |event| event + 1),
+    };
+    let mut wanted: Vec<usize> = moments.iter().map(before).collect();
+    wanted.extend(last_oom);
+    wanted.extend(growth.map(|growth| survey.periods[growth.last]));
     wanted.sort_unstable();
     wanted.dedup();
     let states = replay.states_before(&wanted, |_| {})?;
     let state_at = |at: usize| &states[wanted.binary_search(&at).expect("it was asked for")];
 
-    let mut sites = CallSites::new(&snapshot.stacks, &options.frameworks);
-    let mut explained = Vec::new();
-    for &at in &moments {
-        let request = if ooms.is_empty() { last_request(replay, at) } else { replay.request_at(at) };
-        let context = MomentContext { replay, options, growth: growth.as_ref(), periods: periods.len() };
-        explained.push(explain_moment(&context, at, state_at(at), request, &mut sites));
-    }
     let recorded = replay.report(&WhatIf::default(), &ReplayOptions::default())?;
-    let card = options.capacity.map_or_else(|| replay.card().clone(), DeviceMemory::given);
-    // More may have been used than the device was said to have.
-    let total = explained.last().map_or(0, |moment| moment.parts.total());
+    let device = Device::new(replay, options, last_oom.is_some());
+    let mut naming = Naming {
+        sites: CallSites::new(&snapshot.stacks, &options.frameworks, events),
+        categories: BlockCategories::new(categories, events, &snapshot.stacks),
+    };
+    let explained: Vec<Moment> = moments
+        .iter()
+        .map(|moment| explain_moment(replay, &survey, &device, *moment, state_at(before(moment)), &mut naming))
+        .collect();
+    let judgement = match last_oom {
+        Some(oom) => judge_oom(replay, &device, oom, state_at(oom), growth.as_ref(), survey.periods.len()),
+        None => Judgement { verdict: Verdict::Fitted, ..Judgement::default() },
+    };
     let growth = growth.map(|growth| GrowthReport {
-        iterations: periods.len() as u64,
+        iterations: survey.periods.len() as u64,
         iterations_grown: (growth.last - growth.first) as u64,
         bytes: growth.bytes,
-        holders: grown(state_at(periods[growth.last]), &mut sites, periods[growth.first]),
+        holders: grown(
+            state_at(survey.periods[growth.last]),
+            &mut naming.sites,
+            &mut naming.categories,
+            survey.periods[growth.first],
+        ),
     });
     let mut explanation = Explanation {
         device: replay.device(),
-        device_bytes_total: card.bytes_total.map(|_| total),
-        device_origin: card.origin,
-        device_name: card.name,
+        device_bytes_total: device.memory.bytes_total,
+        device_origin: device.memory.origin,
+        device_name: device.memory.name.clone(),
+        verdict: judgement.verdict,
+        evidence: judgement.evidence.clone(),
         moments: explained,
-        ooms: all_ooms.len() as u64,
+        peaks: Some(survey.peaks),
+        events: events.len() as u64,
+        ooms: survey.ooms.len() as u64,
         exact: recorded.fidelity.checked.then_some(recorded.fidelity.exact),
         in_force: Some(recorded.in_force.clone()),
+        on_device: None,
         fits: Vec::new(),
+        advice: Vec::new(),
         growth,
         remarks: recorded.inferred.remarks.clone(),
     };
+    remark_on_history(replay, &mut explanation);
     remark_on_device(&mut explanation);
-    remark_on_capacity(options.capacity, &mut explanation);
-    if !all_ooms.is_empty() && !options.skips_fits {
-        explanation.fits = fits::find(replay, options, &recorded)?;
+    if !options.skips_fits {
+        if let Some(bytes) = device.asked {
+            explanation.on_device = Some(on_device(replay, bytes, options)?);
+        }
+        if fits::are_worth_trying(&explanation) {
+            explanation.fits = fits::find(replay, options, device.asked, &recorded)?;
+        }
     }
+    explanation.advice = advice::advise(&explanation, &judgement, options);
     Ok(explanation)
 }
 
-/// The peak: the most reserved, and of these moments the one with the most allocated.
-#[derive(Default)]
-struct Peak {
-    event: usize,
-    reserved: u64,
-    allocated: u64,
+/// The device of an explanation.
+struct Device {
+    /// The recorded one, as far as it is known.
+    memory: DeviceMemory,
+    /// Another one, of which is asked whether the program fits on it.
+    asked: Option<u64>,
 }
 
-impl Peak {
-    fn see(&mut self, event: usize, reserved: u64, allocated: u64) {
-        if (reserved, allocated) > (self.reserved, self.allocated) {
-            *self = Self { event, reserved, allocated };
+impl Device {
+    fn new(replay: &DeviceReplay<'_>, options: &ExplainOptions<'_>, ran_out: bool) -> Self {
+        let card = replay.card();
+        let Some(given) = options.capacity else { return Self { memory: card.clone(), asked: None } };
+        let is_same = card.bytes_total.is_some_and(|total| total.abs_diff(given) <= total / 100);
+        // A program that ran out of memory did so on a device of at least what it used.
+        let may_be_recorded = ran_out && card.bytes_total.is_none() && given >= card.bytes_at_least;
+        match is_same || may_be_recorded {
+            true => Self { memory: DeviceMemory::given(given), asked: None },
+            false => Self { memory: card.clone(), asked: Some(given) },
         }
     }
 }
 
-/// The last request before an event.
-fn last_request(replay: &DeviceReplay<'_>, before: usize) -> Option<RequestInfo> {
-    let at = replay.events()[..before].iter().rposition(|event| event.action == Action::Alloc)?;
-    replay.request_at(at)
-}
-
-struct MomentContext<'a, 'r> {
-    replay: &'a DeviceReplay<'r>,
-    options: &'a ExplainOptions<'a>,
-    growth: Option<&'a Growth>,
-    periods: usize,
+/// What names blocks.
+struct Naming<'a> {
+    sites: CallSites<'a>,
+    categories: BlockCategories<'a>,
 }
 
 fn explain_moment(
-    context: &MomentContext<'_, '_>,
-    at: usize,
+    replay: &DeviceReplay<'_>,
+    survey: &Survey,
+    device: &Device,
+    (kind, event): (MomentKind, Option<usize>),
     state: &HeapState,
-    request: Option<RequestInfo>,
-    sites: &mut CallSites<'_>,
+    naming: &mut Naming<'_>,
 ) -> Moment {
-    let MomentContext { replay, options, growth, periods } = *context;
     let events = replay.events();
-    let oom = events.get(at).filter(|event| event.action == Action::Oom);
-    // More than any device has is no size.
-    let device_free = oom.map(|event| event.addr).filter(|&bytes| bytes < 1 << 50);
-    let known_total = options.capacity.or(replay.card().bytes_total);
-    // Of an unknown device the parts are those that are known.
-    let total = known_total.unwrap_or(0);
-    let parts = Parts::new(state, request.as_ref(), total, device_free, bytes_context());
-    let largest_free = largest_free(state, request.as_ref());
-    let (verdict, evidence) = match (&request, device_free) {
-        (Some(request), _) if oom.is_some() => {
-            let device_free = device_free.unwrap_or(0);
-            let (limit, bytes_context) = (replay.limit(), bytes_context());
-            let is_known = known_total.is_some();
-            judge(&Facts { parts: &parts, is_known, request, device_free, limit, bytes_context, growth, periods })
-        }
-        _ => (Verdict::Fitted, fitted_evidence(&parts, known_total.is_some(), growth, periods)),
-    };
-    let event = if oom.is_some() { at } else { at.saturating_sub(1) };
-    let start = events.first().map_or(0, |event| event.time_us);
+    let at = event.map_or(0, |event| event + 1);
+    let request = event.filter(|_| kind == MomentKind::OutOfMemory).and_then(|event| replay.request_at(event));
+    let device_free = event.filter(|_| request.is_some()).and_then(|event| device_free(events[event].addr));
+    let parts = device_parts(state, request.as_ref(), device, device_free);
     Moment {
-        kind: if oom.is_some() { MomentKind::OutOfMemory } else { MomentKind::Peak },
-        event: Some(event as u64),
-        time_us: events.get(event).map(|event| event.time_us.saturating_sub(start)),
-        bytes_requested: request.map(|request| request.bytes),
-        bytes_segment: request.map(|request| request.bytes_segment),
-        device_free,
+        kind,
+        event: event.map(|event| event as u64),
+        time_us: survey.time_us(events, event),
+        bytes_requested: parts.allocated,
+        bytes_allocated: parts.live(),
         // A recording that contradicts itself may have segments without blocks.
         bytes_reserved: parts.reserved(),
+        request: request.map(|RequestInfo { bytes, bytes_segment, stream, .. }| FailedRequest {
+            bytes,
+            bytes_segment,
+            device_free,
+            stream,
+        }),
         parts,
-        largest_free,
-        holders: holders(state, sites, at),
-        verdict,
-        evidence,
+        largest_free: largest_free(state, request.as_ref()),
+        holders: holders(state, &mut naming.sites, &mut naming.categories, at),
+        categories: naming.categories.shares(state),
     }
 }
 
-fn fitted_evidence(parts: &Parts, is_known: bool, growth: Option<&Growth>, periods: usize) -> Vec<String> {
-    let (reserved, live) = (text(parts.reserved()), text(parts.live()));
-    let left = match is_known {
-        true => format!("; {} of the device were left", text(parts.not_reserved)),
-        false => String::new(),
+/// What the device had free at an out-of-memory event. More than any device has is no size.
+fn device_free(bytes: u64) -> Option<u64> {
+    Some(bytes).filter(|&bytes| bytes < 1 << 50)
+}
+
+fn device_parts(state: &HeapState, request: Option<&RequestInfo>, device: &Device, device_free: Option<u64>) -> Parts {
+    // Of an unknown device the parts are those that are known.
+    Parts::new(state, request, device.memory.bytes_total.unwrap_or(0), device_free, bytes_context())
+}
+
+fn judge_oom(
+    replay: &DeviceReplay<'_>,
+    device: &Device,
+    oom: usize,
+    state: &HeapState,
+    growth: Option<&Growth>,
+    periods: usize,
+) -> Judgement {
+    let Some(request) = replay.request_at(oom) else { return Judgement::default() };
+    let device_free = device_free(replay.events()[oom].addr);
+    let parts = device_parts(state, Some(&request), device, device_free);
+    judge(&Facts {
+        parts: &parts,
+        is_known: device.memory.bytes_total.is_some(),
+        request: &request,
+        device_free: device_free.unwrap_or(0),
+        limit: replay.limit(),
+        bytes_context: bytes_context(),
+        growth,
+        periods,
+    })
+}
+
+/// The recorded settings on another device.
+fn on_device(
+    replay: &DeviceReplay<'_>,
+    bytes_total: u64,
+    options: &ExplainOptions<'_>,
+) -> Result<OnDevice, ReplayError> {
+    let replay_options = ReplayOptions {
+        address_orders: Some(fits::orders(options)),
+        threads: options.threads,
+        without_control: true,
+        ..ReplayOptions::default()
     };
-    let mut evidence = vec![format!("at the peak {reserved} were reserved and {live} of them allocated{left}")];
-    evidence.extend(growth.map(|growth| growth_text(growth, periods)));
-    evidence
+    let what_if = WhatIf { capacity: Some(bytes_total), ..WhatIf::default() };
+    let report: ReplayReport = replay.report(&what_if, &replay_options)?;
+    let (oom_event, oom_bytes) = match &report.outcome {
+        Outcome::Completed => (None, None),
+        Outcome::OutOfMemory { event, report } => (Some(*event), Some(report.bytes_requested)),
+    };
+    Ok(OnDevice { bytes_total, orders: report.orders, oom_event, oom_bytes })
 }
 
-/// The largest free block that a request could use.
-fn largest_free(state: &HeapState, request: Option<&RequestInfo>) -> u64 {
-    let free = state.blocks.iter().filter(|block| block.state == BlockState::Inactive);
-    let usable = free.filter(|block| {
-        request.is_none_or(|request| {
-            (request.pool, request.stream, request.kind) == (block.pool, block.stream, block.kind)
-        })
-    });
-    usable.map(|block| block.bytes).max().unwrap_or(0)
-}
-
-/// A device that is said to be smaller than what was used of it.
-fn remark_on_capacity(capacity: Option<u64>, explanation: &mut Explanation) {
-    let total = explanation.device_bytes_total.unwrap_or(0);
-    if let Some(capacity) = capacity.filter(|&capacity| capacity < total) {
+/// A history that shows little.
+fn remark_on_history(replay: &DeviceReplay<'_>, explanation: &mut Explanation) {
+    const EVENTS_FEW: usize = 16;
+    let count = replay.events().iter().filter(|event| !matches!(event.action, Action::Snapshot)).count();
+    if count < EVENTS_FEW && explanation.ooms == 0 {
+        let events = if count == 1 { "one event".to_owned() } else { format!("{count} events") };
         explanation.remarks.insert(
             0,
             format!(
-                "more was used than a device of {} has, so it is explained as one of {}; `warpool replay --capacity` \
-                 tells whether the program fits on a smaller one",
-                text(capacity),
-                text(total)
+                "the history has {events}: what happened before cannot be told, not even whether memory ran out; call \
+                 torch.cuda.memory._record_memory_history() before the program runs"
             ),
         );
+        explanation.verdict = Verdict::Unknown;
     }
 }
 
 /// Of a full device whose size is not known, nothing can be said about what others use of it.
 fn remark_on_device(explanation: &mut Explanation) {
     let moment = explanation.moment();
-    let Some(free) = moment.device_free else { return };
-    if explanation.device_bytes_total.is_some() || free >= moment.bytes_segment.unwrap_or(0) {
+    let Some(FailedRequest { bytes_segment, device_free: Some(free), .. }) = moment.request else { return };
+    if explanation.device_bytes_total.is_some() || free >= bytes_segment {
         return;
     }
     let had = text(moment.bytes_reserved.saturating_add(free));

@@ -6,7 +6,7 @@ use crate::bytes_text::text;
 use crate::replay::{InferredLimit, RequestInfo};
 
 /// Why a request ran out of memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Verdict {
     /// More is allocated, with the request, than the device has.
     LiveExceedsDevice,
@@ -23,6 +23,7 @@ pub enum Verdict {
     /// No request ran out of memory.
     Fitted,
     /// The snapshot has no history that could tell.
+    #[default]
     Unknown,
 }
 
@@ -88,19 +89,57 @@ pub(super) struct Facts<'a> {
     pub periods: usize,
 }
 
+/// The verdict, and the numbers for it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Judgement {
+    pub verdict: Verdict,
+    /// The limit that was inferred.
+    pub limit: Option<InferredLimit>,
+    /// In sentences.
+    pub evidence: Vec<String>,
+    /// What is allocated and requested beyond what the allocator could get.
+    pub missing: u64,
+    /// A limit refused the request, not the device.
+    pub is_limit: bool,
+    /// What others use of a known device, beside a context.
+    pub used_by_others: u64,
+}
+
+/// Why a request ran out of memory.
+pub(super) fn judge(facts: &Facts<'_>) -> Judgement {
+    let Facts { parts, is_known, request, device_free, bytes_context, .. } = *facts;
+    let (verdict, evidence) = verdict(facts);
+    let available = available(facts);
+    let outside = if is_known { parts.outside.saturating_sub(bytes_context) } else { 0 };
+    Judgement {
+        verdict,
+        limit: facts.limit,
+        evidence,
+        missing: parts.live().saturating_add(request.bytes_rounded).saturating_sub(available),
+        is_limit: device_free >= request.bytes_segment,
+        used_by_others: outside,
+    }
+}
+
+/// What the allocator could get.
+fn available(facts: &Facts<'_>) -> u64 {
+    let Facts { parts, request, device_free, limit, .. } = *facts;
+    match limit {
+        _ if device_free < request.bytes_segment => parts.reserved().saturating_add(device_free),
+        Some(limit) => limit.used.max(parts.reserved()),
+        None => parts.reserved(),
+    }
+}
+
 /// The verdict, with its evidence in sentences.
-pub(super) fn judge(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
+fn verdict(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
     let Facts { parts, is_known, request, device_free, limit, bytes_context, growth, periods } = *facts;
     let is_full = device_free < request.bytes_segment;
     let total = parts.total();
     let live = parts.live();
     let needed = live.saturating_add(request.bytes_rounded);
-    let available = match limit {
-        _ if is_full => parts.reserved().saturating_add(device_free),
-        Some(limit) => limit.used.max(parts.reserved()),
-        None => parts.reserved(),
-    };
-    let mut evidence = vec![asked(request, device_free, available, is_full)];
+    let available = available(facts);
+    let mut evidence = vec![asked(request, limit, device_free, available, is_full)];
     if needed > available {
         let missing = needed - available;
         evidence.push(format!(
@@ -128,7 +167,7 @@ pub(super) fn judge(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
         }
         if !is_full {
             let least = if is_known { "" } else { "at least " };
-            evidence.push(format!("the limit is {}; the device has {least}{}", text(available), text(total)));
+            evidence.push(format!("the device has {least}{}", text(total)));
             return (Verdict::Limit, evidence);
         }
         evidence.push(format!(
@@ -163,15 +202,31 @@ pub(super) fn judge(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
 }
 
 /// What was requested, and why it was refused.
-fn asked(request: &RequestInfo, device_free: u64, available: u64, is_full: bool) -> String {
+fn asked(
+    request: &RequestInfo,
+    limit: Option<InferredLimit>,
+    device_free: u64,
+    available: u64,
+    is_full: bool,
+) -> String {
     let RequestInfo { bytes, bytes_segment, .. } = *request;
     let segment =
         if bytes_segment > bytes { format!(" (a segment of {})", text(bytes_segment)) } else { String::new() };
     let refused = match is_full {
         true => format!("the device had {} free", text(device_free)),
-        false => format!("a limit of {} refused it; the device had {} free", text(available), text(device_free)),
+        false => format!("{} refused it; the device had {} free", limit_text(limit, available), text(device_free)),
     };
     format!("the request was for {}{segment}, and {refused}", text(bytes))
+}
+
+/// A limit that was inferred, with its range if that is wide.
+pub(super) fn limit_text(limit: Option<InferredLimit>, available: u64) -> String {
+    match limit {
+        Some(InferredLimit { at_least, below, .. }) if below - at_least > below / 100 => {
+            format!("a memory limit of at least {} and below {}", text(at_least), text(below))
+        }
+        _ => format!("a memory limit of {}", text(available)),
+    }
 }
 
 pub(super) fn growth_text(growth: &Growth, periods: usize) -> String {

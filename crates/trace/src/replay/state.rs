@@ -151,13 +151,8 @@ pub(crate) enum StateChange {
 }
 
 impl DeviceReplay<'_> {
-    /// The states before these events, which ascend; one beyond the last event is the state at the end. `on_event` is
-    /// called after every event.
-    pub(crate) fn states_before(
-        &self,
-        moments: &[usize],
-        mut on_event: impl FnMut(&Totals),
-    ) -> Result<Vec<HeapState>, ReplayError> {
+    /// A pass over the events, at its start.
+    fn pass(&self) -> StatePass<'_, '_> {
         let inference = self.inference();
         let rules = RecordedRules::new(&inference.settings);
         let heap = match &inference.initial {
@@ -168,6 +163,17 @@ impl DeviceReplay<'_> {
         let mut pass = StatePass { replay: self, heap, toggles, live, stray: 0, bytes: Bytes::default() };
         pass.heap.track_releasable();
         pass.count_start();
+        pass
+    }
+
+    /// The states before these events, which ascend; one beyond the last event is the state at the end. `on_event` is
+    /// called after every event.
+    pub(crate) fn states_before(
+        &self,
+        moments: &[usize],
+        mut on_event: impl FnMut(&Totals),
+    ) -> Result<Vec<HeapState>, ReplayError> {
+        let mut pass = self.pass();
         let mut charge = Charge::new(self.budget());
         let mut states = Vec::with_capacity(moments.len());
         let mut moments = moments.iter().peekable();
@@ -185,12 +191,18 @@ impl DeviceReplay<'_> {
         states.extend(moments.map(|_| pass.state()));
         let survivors = pass.survivors();
         for block in states.iter_mut().flat_map(|state| &mut state.blocks) {
-            if block.event.is_none() && block.state == BlockState::ActiveAllocated {
-                block.stack = survivors.get(&block.addr).copied().flatten();
+            if block.stack.is_none() && block.state == BlockState::ActiveAllocated {
+                block.stack = survivors.get(&(block.addr, block.event)).copied().flatten();
             }
         }
         self.budget().check()?;
         Ok(states)
+    }
+
+    /// The bytes before the first event; its number is that of the first event.
+    pub(crate) fn totals_at_start(&self) -> Totals {
+        let pass = self.pass();
+        pass.totals(0, StateChange::Nothing)
     }
 
     /// The state before the first event. Blocks that are still allocated at the end have their stacks.
@@ -427,12 +439,12 @@ impl StatePass<'_, '_> {
         }
     }
 
-    /// Blocks from before the history that are still allocated at its end: they are in the snapshot, with their stacks.
-    fn survivors(&self) -> FxHashMap<u64, Option<StackId>> {
+    /// Blocks that are still allocated at the end, by address and event: they are in the snapshot, with their stacks.
+    /// Those from before the history have them only there, and all do if the events were recorded without.
+    fn survivors(&self) -> FxHashMap<(u64, Option<u32>), Option<StackId>> {
         let blocks = self.replay.segments().iter().flat_map(|segment| &segment.blocks);
-        let old = blocks
-            .filter(|block| block.state == BlockState::ActiveAllocated && !self.live.contains_key(&block.address));
-        old.map(|block| (block.address, block.stack)).collect()
+        let kept = blocks.filter(|block| block.state == BlockState::ActiveAllocated && block.stack.is_some());
+        kept.map(|block| ((block.address, self.live.get(&block.address).map(|live| live.event)), block.stack)).collect()
     }
 }
 

@@ -5,5 +5,5 @@ mod native;
 mod site;
 
 pub(crate) use native::is_backward_of;
-pub(crate) use site::{autograd_node, is_python, operator, short_path};
 pub use site::{CallSite, Frameworks, readable};
+pub(crate) use site::{autograd_node, is_python, operator, operators, short_path};

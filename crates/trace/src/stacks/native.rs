@@ -202,10 +202,20 @@ mod tests {
         assert_eq!(classify(node), NativeFrame::AutogradNode("BmmBackward0"));
         let functional = "torch::autograd::generated::SplitBackward0_apply_functional(std::vector<at::Tensor>&&)";
         assert_eq!(classify(functional), NativeFrame::AutogradNode("SplitBackward0"));
-        assert_eq!(classify("torch::autograd::AccumulateGrad::apply(int)"), NativeFrame::AutogradNode("AccumulateGrad"));
+        assert_eq!(
+            classify("torch::autograd::AccumulateGrad::apply(int)"),
+            NativeFrame::AutogradNode("AccumulateGrad")
+        );
         let engine = "torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask> const&)";
         assert_eq!(classify(engine), NativeFrame::AutogradEngine);
-        for name in ["my_ext::forward(at::Tensor, at::Tensor)", "at_home::run()", "train(int)", "main", "custom::op(int)", "Pyramid::forward()"] {
+        for name in [
+            "my_ext::forward(at::Tensor, at::Tensor)",
+            "at_home::run()",
+            "train(int)",
+            "main",
+            "custom::op(int)",
+            "Pyramid::forward()",
+        ] {
             assert_eq!(classify(name), NativeFrame::Other, "{name}: an extension of the program");
         }
     }

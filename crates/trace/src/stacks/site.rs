@@ -77,15 +77,68 @@ impl Frameworks {
     pub fn contains(&self, file: &str) -> bool {
         let in_package = |name: &String| match name.contains(['/', '.']) {
             true => file.contains(name.as_str()),
-            false => file.split('/').rev().skip(1).any(|folder| folder == name),
+            false => is_in_package(file, name),
         };
         is_python_library(file) || is_generated(file) || self.names.iter().any(in_package)
     }
 }
 
+/// Paths of Windows too.
+const SEPARATORS: [char; 2] = ['/', '\\'];
+
+/// Whether a file is of a package. Of an installed one its folder in `site-packages` tells: environments and projects
+/// are often named after what they use, such as `/opt/torch/lib/...`.
+fn is_in_package(file: &str, name: &str) -> bool {
+    let path = short_path(file);
+    if path.len() < file.len() {
+        return path.split(SEPARATORS).next() == Some(name);
+    }
+    let mut folders = path.split(SEPARATORS).peekable();
+    while let Some(folder) = folders.next() {
+        // A checkout of PyTorch, and not a project in a folder of that name.
+        let is_checkout = name != "torch" || folders.peek().is_some_and(|next| TORCH_PARTS.contains(next));
+        if folder == name && folders.peek().is_some() && is_checkout {
+            return true;
+        }
+    }
+    false
+}
+
+/// What is in the folder of PyTorch's Python code.
+const TORCH_PARTS: [&str; 27] = [
+    "__init__.py",
+    "_C",
+    "_compile.py",
+    "_dynamo",
+    "_functorch",
+    "_inductor",
+    "_ops.py",
+    "_subclasses",
+    "_tensor.py",
+    "_utils.py",
+    "_utils_internal.py",
+    "amp",
+    "autograd",
+    "cuda",
+    "distributed",
+    "distributions",
+    "fft",
+    "func",
+    "functional.py",
+    "fx",
+    "jit",
+    "linalg",
+    "nn",
+    "optim",
+    "random.py",
+    "serialization.py",
+    "utils",
+];
+
 /// Whether a file is of Python's standard library, or was made by it.
 fn is_python_library(file: &str) -> bool {
-    let in_library = file.split_once("/lib/python3").is_some_and(|(_, rest)| !rest.contains("-packages/"));
+    let in_library = file.split_once("/lib/python3").is_some_and(|(_, rest)| !rest.contains("-packages/"))
+        || file.split_once("\\Lib\\").is_some_and(|(_, rest)| !rest.contains("-packages\\"));
     // A program that was typed in has files in angle brackets too.
     let is_typed_in = ["<stdin>", "<ipython-input", "<cell"].iter().any(|start| file.starts_with(start));
     in_library || (file.starts_with('<') && !is_typed_in)
@@ -156,7 +209,7 @@ impl CallSite {
     /// Whether a frame only calls on, and tells a reader nothing.
     #[must_use]
     pub fn passes_through(frame: &Frame) -> bool {
-        let file = short_path(&frame.filename);
+        let file = short_path(&frame.filename).replace('\\', "/");
         PASS_THROUGH.contains(&frame.name.as_str()) || PASS_THROUGH_FILES.iter().any(|start| file.starts_with(start))
     }
 }
@@ -214,6 +267,15 @@ pub(crate) fn operator(stack: &[Frame]) -> Option<&str> {
     operator
 }
 
+/// All operators that the innermost line of Python called, one inside of another.
+pub(crate) fn operators(stack: &[Frame]) -> impl Iterator<Item = &str> {
+    let native = stack.iter().take_while(|frame| !is_python(frame));
+    native.filter_map(|frame| match classify(&frame.name) {
+        NativeFrame::Operator(name) => Some(name),
+        _ => None,
+    })
+}
+
 /// A function with its file and line.
 fn place(frame: &Frame) -> String {
     let Frame { name, filename, line } = frame;
@@ -231,7 +293,8 @@ fn native_place(frame: &Frame) -> String {
 
 /// A file without the folder that packages are installed in.
 pub(crate) fn short_path(file: &str) -> &str {
-    let installed = ["site-packages/", "dist-packages/"].into_iter().find_map(|folder| file.rsplit_once(folder));
+    const FOLDERS: [&str; 4] = ["site-packages/", "dist-packages/", "site-packages\\", "dist-packages\\"];
+    let installed = FOLDERS.into_iter().find_map(|folder| file.rsplit_once(folder));
     installed.map_or(file, |(_, path)| path)
 }
 
@@ -239,9 +302,10 @@ pub(crate) fn short_path(file: &str) -> &str {
 fn module(file: &str) -> String {
     let path = short_path(file);
     let path = path.strip_suffix(".py").unwrap_or(path);
-    match path.starts_with('/') {
-        true => path.rsplit('/').next().unwrap_or(path).to_owned(),
-        false => path.strip_suffix("/__init__").unwrap_or(path).replace('/', "."),
+    let is_absolute = path.starts_with('/') || path.contains(":\\");
+    match is_absolute {
+        true => path.rsplit(SEPARATORS).next().unwrap_or(path).to_owned(),
+        false => path.strip_suffix("/__init__").unwrap_or(path).replace(SEPARATORS, "."),
     }
 }
 
@@ -281,9 +345,9 @@ mod tests {
 
     #[test]
     fn stacks_without_own_code_have_their_outermost_line() {
-        let inner = stack(&[("f", "torch/a.py", 1), ("g", "torch/b.py", 2)]);
+        let inner = stack(&[("f", "torch/nn/a.py", 1), ("g", "torch/nn/b.py", 2)]);
         let site = CallSite::of(&inner, &Frameworks::default()).expect("frames");
-        assert_eq!((site.line.as_deref(), site.call.as_str()), (Some("g (torch/b.py:2)"), "f (torch/a.py:1)"));
+        assert_eq!((site.line.as_deref(), site.call.as_str()), (Some("g (torch/nn/b.py:2)"), "f (torch/nn/a.py:1)"));
         assert_eq!(CallSite::of(&[], &Frameworks::default()), None);
         let compiled = stack(&[("malloc", "alloc.cpp", 3)]);
         let site = CallSite::of(&compiled, &Frameworks::default()).expect("frames");
@@ -357,12 +421,25 @@ mod tests {
     #[test]
     fn frameworks_are_packages_or_parts_of_paths() {
         let frameworks = Frameworks::default().with(&["lib/util".to_owned()]);
-        for file in
-            ["torch/x.py", "/a/torch/nn/x.py", "my/lib/utils.py", "/usr/lib/python3.12/threading.py", "<frozen runpy>"]
-        {
+        for file in [
+            "torch/nn/x.py",
+            "/a/torch/nn/x.py",
+            "C:\\py\\Lib\\site-packages\\torch\\functional.py",
+            "my/lib/utils.py",
+            "/usr/lib/python3.12/threading.py",
+            "<frozen runpy>",
+        ] {
             assert!(frameworks.contains(file), "{file}");
         }
-        for file in ["train.py", "my_torch/x.py", "torch.py", "/usr/lib/python3/site-packages/timm/x.py"] {
+        for file in [
+            "train.py",
+            "my_torch/x.py",
+            "torch.py",
+            "/usr/lib/python3/site-packages/timm/x.py",
+            "/opt/torch/lib/python3.12/site-packages/timm/x.py",
+            "/home/me/torch/train.py",
+            "C:\\py\\Lib\\site-packages\\einops\\_backends.py",
+        ] {
             assert!(!frameworks.contains(file), "{file}");
         }
     }

@@ -5,7 +5,7 @@ use std::cmp::Reverse;
 use rustc_hash::FxHashMap;
 use warpool::memory::{BlockState, StackId};
 
-use crate::category::Category;
+use crate::category::{Category, CategoryBytes};
 use crate::replay::{HeapState, StateBlock, StateChange};
 
 /// An allocated block, from its allocation until it is free.
@@ -65,24 +65,49 @@ pub(super) struct AllocationTable {
     /// Those that are free again; at most twice `max`.
     ended: Vec<Allocation>,
     left_out: u64,
+    /// Requested bytes of allocated blocks.
+    categories: CategoryBytes,
+}
+
+fn add(categories: &mut CategoryBytes, category: Category, bytes: u64) {
+    let sum = &mut categories[category.index()];
+    *sum = sum.saturating_add(bytes);
+}
+
+fn remove(categories: &mut CategoryBytes, category: Category, bytes: u64) {
+    let sum = &mut categories[category.index()];
+    *sum = sum.saturating_sub(bytes);
 }
 
 impl AllocationTable {
-    pub fn new(start: &HeapState, max: usize) -> Self {
+    /// With the blocks from before the history, of which at most the stack is known.
+    pub fn new(start: &HeapState, mut category_of: impl FnMut(Option<StackId>) -> Category, max: usize) -> Self {
         let blocks = start.blocks.iter().filter(|block| block.state != BlockState::Inactive);
+        let mut categories = CategoryBytes::default();
         let active = blocks.map(|block| {
             let waits_from = (block.state == BlockState::ActivePendingFree).then_some(0);
             let StateBlock { addr, bytes, requested, stack, .. } = *block;
-            let category = Category::Unknown;
+            let category = category_of(stack);
+            if waits_from.is_none() {
+                add(&mut categories, category, requested);
+            }
             (addr, Allocation { from: 0, waits_from, until: None, addr, bytes, requested, stack, category })
         });
-        Self { max: max.max(1), active: active.collect(), ended: Vec::new(), left_out: 0 }
+        let active = active.collect();
+        Self { max: max.max(1), active, ended: Vec::new(), left_out: 0, categories }
     }
 
-    pub fn see(&mut self, position: u64, change: StateChange) {
+    /// The requested bytes of allocated blocks by category.
+    pub fn categories(&self) -> CategoryBytes {
+        self.categories
+    }
+
+    /// Applies a change; `category` is that of an allocation.
+    pub fn see(&mut self, position: u64, change: StateChange, category: Category) {
         match change {
             StateChange::Allocated { addr, bytes, requested, stack } => {
-                let (waits_from, until, category) = (None, None, Category::Unknown);
+                let (waits_from, until) = (None, None);
+                add(&mut self.categories, category, requested);
                 let allocation =
                     Allocation { from: position, waits_from, until, addr, bytes, requested, stack, category };
                 // There is none at this address unless the recording contradicts itself.
@@ -93,6 +118,7 @@ impl AllocationTable {
             StateChange::FreeRequested { addr } => {
                 if let Some(allocation) = self.active.get_mut(&addr) {
                     allocation.waits_from = Some(position);
+                    remove(&mut self.categories, allocation.category, allocation.requested);
                 }
             }
             StateChange::Freed { addr } => {
@@ -105,6 +131,9 @@ impl AllocationTable {
     }
 
     fn end(&mut self, allocation: Allocation, position: u64) {
+        if allocation.waits_from.is_none() {
+            remove(&mut self.categories, allocation.category, allocation.requested);
+        }
         let waits_from = allocation.waits_from.or(Some(position));
         self.ended.push(Allocation { waits_from, until: Some(position), ..allocation });
         if self.ended.len() >= self.max.saturating_mul(2) {
@@ -132,21 +161,30 @@ mod tests {
 
     #[test]
     fn the_heaviest_are_kept() {
-        let mut table = AllocationTable::new(&HeapState::default(), 2);
+        let mut table = AllocationTable::new(&HeapState::default(), |_| Category::Unknown, 2);
         let mut position = 0;
         for round in 0..10 {
             for (addr, bytes) in [(1, 100), (2, 10_000 + round), (3, 10)] {
                 position += 1;
-                table.see(position, StateChange::Allocated { addr, bytes, requested: bytes, stack: None });
+                table.see(
+                    position,
+                    StateChange::Allocated { addr, bytes, requested: bytes, stack: None },
+                    Category::Activations,
+                );
             }
             for addr in [1, 2, 3] {
                 position += 1;
-                table.see(position, StateChange::FreeRequested { addr });
-                table.see(position, StateChange::Freed { addr });
+                table.see(position, StateChange::FreeRequested { addr }, Category::Activations);
+                table.see(position, StateChange::Freed { addr }, Category::Activations);
             }
         }
         position += 1;
-        table.see(position, StateChange::Allocated { addr: 9, bytes: 1, requested: 1, stack: None });
+        table.see(
+            position,
+            StateChange::Allocated { addr: 9, bytes: 1, requested: 1, stack: None },
+            Category::Activations,
+        );
+        assert_eq!(table.categories()[Category::Activations.index()], 1, "what is still there");
         let (kept, left_out) = table.finish();
         assert_eq!(
             kept.iter().map(|it| it.bytes).collect::<Vec<_>>(),

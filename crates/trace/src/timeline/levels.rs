@@ -48,7 +48,7 @@ impl Sample {
         self.reserved.saturating_sub(self.live()).saturating_sub(self.waiting).saturating_sub(self.cached)
     }
 
-    pub(super) fn of_totals(position: u64, time_us: u64, totals: &Totals) -> Self {
+    pub(super) fn of_totals(position: u64, time_us: u64, totals: &Totals, categories: CategoryBytes) -> Self {
         Self {
             position,
             time_us,
@@ -57,7 +57,7 @@ impl Sample {
             waiting: totals.bytes_waiting,
             cached: totals.bytes_releasable,
             reserved: totals.bytes_reserved,
-            categories: CategoryBytes::default(),
+            categories,
         }
     }
 

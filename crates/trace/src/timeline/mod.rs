@@ -33,6 +33,7 @@ pub use levels::{Bucket, Level, Sample};
 pub use ranges::ReservedRange;
 pub use stacks::{StackNode, StackTree};
 
+use crate::category::{Categories, Category};
 use crate::explain::{ExplainOptions, Explanation, explain_device, explain_segments};
 use crate::replay::{DeviceReplay, DeviceReplays, HeapState, ReplayError, ReplayOptions, Totals, check_segments};
 use allocations::AllocationTable;
@@ -153,42 +154,54 @@ pub fn timelines(snapshot: &Snapshot, options: &TimelineOptions<'_>) -> Result<V
     for replay in replays.iter().flat_map(DeviceReplays::devices) {
         segments.remove(&i32::try_from(replay.device()).unwrap_or(-1));
         let explain = ExplainOptions { skips_fits: true, ..options.explain.clone() };
-        let explanation = explain_device(snapshot, replay, &explain)?;
-        found.push(of_device(replay, explanation, options)?);
+        let mut categories = Categories::new(replay.events(), &snapshot.stacks, &snapshot.annotations);
+        let explanation = explain_device(snapshot, replay, &mut categories, &explain)?;
+        found.push(of_device(snapshot, replay, explanation, &mut categories, options)?);
     }
     for (device, segments) in segments {
         let device = device.unsigned_abs();
         check_segments(device, &segments)?;
         let explanation = explain_segments(snapshot, device, &segments, &options.explain);
-        found.push(of_segments(&segments, explanation, options));
+        found.push(of_segments(snapshot, &segments, explanation, options));
     }
     found.sort_by_key(|timeline| timeline.device);
     Ok(found)
 }
 
 fn of_device(
+    snapshot: &Snapshot,
     replay: &DeviceReplay<'_>,
     explanation: Explanation,
+    categories: &mut Categories,
     options: &TimelineOptions<'_>,
 ) -> Result<Timeline, ReplayError> {
     let events = replay.events();
     let start = replay.states_before_first()?;
-    let mut building = Building::new(&start, events.len(), options);
+    let mut building = Building::new(snapshot, &start, events.len(), categories, options);
+    let mut allocations = categories.all().iter();
     let first_us = events.first().map_or(0, |event| event.time_us);
     let mut time_us = 0;
     replay.states_before(&[], |totals| {
         // Events of several threads may be out of order.
         let since = events[totals.event].time_us.saturating_sub(first_us);
         time_us = u64::try_from(since).unwrap_or(0).max(time_us);
-        building.see(totals, time_us);
+        let is_allocation = events[totals.event].action == Action::Alloc;
+        let category = is_allocation.then(|| allocations.next()).flatten().map_or(Category::Unknown, |it| it.0);
+        building.see(totals, category, time_us);
     })?;
     let mut timeline = building.finish(explanation);
     timeline.marks = marks(replay);
     Ok(timeline)
 }
 
-fn of_segments(segments: &[&SegmentInfo], explanation: Explanation, options: &TimelineOptions<'_>) -> Timeline {
-    Building::new(&HeapState::of_snapshot(segments), 0, options).finish(explanation)
+fn of_segments(
+    snapshot: &Snapshot,
+    segments: &[&SegmentInfo],
+    explanation: Explanation,
+    options: &TimelineOptions<'_>,
+) -> Timeline {
+    let start = HeapState::of_snapshot(segments);
+    Building::new(snapshot, &start, 0, &mut Categories::default(), options).finish(explanation)
 }
 
 fn marks(replay: &DeviceReplay<'_>) -> Vec<Mark> {
@@ -223,27 +236,35 @@ struct Building {
 }
 
 impl Building {
-    fn new(start: &HeapState, events: usize, options: &TimelineOptions<'_>) -> Self {
-        let sample = Sample::of_state(start);
+    fn new(
+        snapshot: &Snapshot,
+        start: &HeapState,
+        events: usize,
+        categories: &mut Categories,
+        options: &TimelineOptions<'_>,
+    ) -> Self {
+        let category_of = |stack| categories.by_stack(stack, &snapshot.stacks).0;
+        let allocations = AllocationTable::new(start, category_of, options.allocations_max);
+        let sample = Sample { categories: allocations.categories(), ..Sample::of_state(start) };
         let mut levels = Levels::new(events as u64 + 1, options.buckets_max);
         levels.push(sample);
         Self {
             events: events as u64,
             time_us: 0,
             levels,
-            allocations: AllocationTable::new(start, options.allocations_max),
+            allocations,
             ranges: Ranges::new(start),
             peak_live: sample,
             peak_reserved: sample,
         }
     }
 
-    fn see(&mut self, totals: &Totals, time_us: u64) {
+    fn see(&mut self, totals: &Totals, category: Category, time_us: u64) {
         let position = totals.event as u64 + 1;
         self.time_us = time_us;
-        let sample = Sample::of_totals(position, time_us, totals);
+        self.allocations.see(position, totals.change, category);
+        let sample = Sample::of_totals(position, time_us, totals, self.allocations.categories());
         self.levels.push(sample);
-        self.allocations.see(position, totals.change);
         self.ranges.see(position, totals.change);
         if sample.live() > self.peak_live.live() {
             self.peak_live = sample;

@@ -72,7 +72,10 @@ impl StackTree {
             let frame = Frame { name: call.clone(), filename: String::new(), line: 0 };
             let frame = number(&mut self.frame_numbers, &frame, &mut self.frames, Frame::clone);
             self.passes_through.resize(self.frames.len(), false);
-            number(&mut self.node_numbers, &(None, frame), &mut self.nodes, |&(parent, frame)| StackNode { parent, frame })
+            number(&mut self.node_numbers, &(None, frame), &mut self.nodes, |&(parent, frame)| StackNode {
+                parent,
+                frame,
+            })
         });
         self.stacks.push((node, site));
         u32::try_from(self.stacks.len() - 1).ok()

@@ -2,7 +2,7 @@
 
 use warpool::memory::BlockState;
 use warpool_trace::cards::DeviceOrigin;
-use warpool_trace::explain::{ExplainOptions, Explanation, MomentKind, Verdict, explain};
+use warpool_trace::explain::{ExplainOptions, Explanation, MomentChoice, MomentKind, Verdict, explain};
 use warpool_trace::replay::{ReplayOptions, replay};
 
 use crate::common::{RECORDINGS, recording};
@@ -37,20 +37,26 @@ fn parts_add_up_to_the_device_on_every_recording() {
     for name in names() {
         for explanation in explained(&name, &quick()) {
             for moment in &explanation.moments {
-                let known = moment.bytes_reserved + moment.device_free.unwrap_or(0);
+                let known = moment.bytes_reserved + moment.request.and_then(|it| it.device_free).unwrap_or(0);
                 let total = explanation.device_bytes_total.unwrap_or(known);
                 assert_eq!(moment.parts.total(), total, "{name}: {:?}", moment.parts);
                 assert_eq!(moment.parts.reserved(), moment.bytes_reserved, "{name}: {:?}", moment.parts);
-                if moment.kind == MomentKind::Peak {
-                    assert_eq!(moment.bytes_reserved, recorded_peak(&name), "{name}: the peak of its segment events");
-                }
+                assert_eq!(moment.bytes_requested, moment.parts.allocated, "{name}");
+                let categories: u64 = moment.categories.iter().map(|share| share.bytes).sum();
+                assert_eq!(categories, moment.bytes_requested, "{name}: every block has a category");
                 assert_eq!(moment.holders.bytes, moment.parts.allocated, "{name}: holders are what is allocated");
                 let by_line: u64 = moment.holders.groups.iter().map(|holder| holder.bytes).sum();
                 assert_eq!(by_line, moment.parts.allocated, "{name}");
             }
+            let peaks = explanation.peaks.expect("it has a history");
+            assert_eq!(peaks.reserved.bytes, recorded_peak(&name), "{name}: the peak of its segment events");
             let is_oom = explanation.ooms > 0;
-            assert_eq!(explanation.moment().kind == MomentKind::OutOfMemory, is_oom, "{name}");
-            assert_eq!(explanation.moment().verdict == Verdict::Fitted, !is_oom, "{name}");
+            let expected = if is_oom { MomentKind::OutOfMemory } else { MomentKind::Allocated };
+            assert_eq!(explanation.moment().kind, expected, "{name}");
+            if !is_oom {
+                assert_eq!(explanation.moment().bytes_allocated, peaks.allocated.bytes, "{name}");
+            }
+            assert_eq!(explanation.verdict == Verdict::Fitted, !is_oom, "{name}");
         }
     }
 }
@@ -67,7 +73,7 @@ fn without_a_history_the_segments_of_the_snapshot_tell() {
         let explanations = explain(&snapshot, &quick()).unwrap_or_else(|error| panic!("{name}: {error}"));
         let [explanation] = explanations.as_slice() else { panic!("{name}: one device") };
         let moment = explanation.moment();
-        assert_eq!((moment.kind, moment.verdict), (MomentKind::Snapshot, Verdict::Unknown), "{name}");
+        assert_eq!((moment.kind, explanation.verdict), (MomentKind::Event, Verdict::Unknown), "{name}");
         assert_eq!(explanation.device_bytes_total, None, "{name}");
         assert_eq!(moment.parts.total(), moment.bytes_reserved, "{name}");
         let blocks = || snapshot.segments.iter().flat_map(|segment| &segment.blocks);
@@ -83,7 +89,7 @@ fn lines_of_a_model_that_hold_most_are_named() {
     let explanations = explained("oom_stacks.fraction_6gib.pickle.xz", &quick());
     let moment = explanations[0].moment();
     assert!(moment.holders.has_stacks());
-    assert_eq!(moment.verdict, Verdict::Fragmentation, "{:?}", moment.evidence);
+    assert_eq!(explanations[0].verdict, Verdict::Fragmentation, "{:?}", explanations[0].evidence);
     assert_eq!(moment.event, Some(108_301));
     let names: Vec<&str> = moment.holders.groups.iter().take(6).map(|holder| holder.name.as_str()).collect();
     assert_eq!(names[0], "dropout (torch/nn/functional.py:1443)");
@@ -94,10 +100,45 @@ fn lines_of_a_model_that_hold_most_are_named() {
     assert!(adam.is_some_and(|holder| holder.bytes > 1 << 30));
 }
 
+/// A capacity is the device that the program ran out on, if it may be; else the question is whether it fits there.
 #[test]
-fn capacity_is_the_total() {
-    let options = ExplainOptions { capacity: Some(80 << 30), ..quick() };
-    let explanation = &explained("resnet_train.native.pickle.xz", &options)[0];
-    assert_eq!((explanation.device_bytes_total, explanation.device_origin), (Some(80 << 30), DeviceOrigin::Argument));
-    assert_eq!(explanation.moment().parts.total(), 80 << 30);
+fn capacity_is_the_recorded_device_or_a_question() {
+    let gib = 1 << 30;
+    let on = |capacity: u64| ExplainOptions { capacity: Some(capacity), address_orders: Some(2), ..Default::default() };
+    let explanation = &explained("verdict.outside.pickle.xz", &on(80 * gib))[0];
+    assert_eq!((explanation.device_bytes_total, explanation.device_origin), (Some(80 * gib), DeviceOrigin::Argument));
+    assert_eq!(explanation.moment().parts.total(), 80 * gib);
+    assert_eq!(explanation.on_device, None);
+
+    let explanation = &explained("resnet_train.native.pickle.xz", &on(80 * gib))[0];
+    let on_device = explanation.on_device.expect("another device");
+    assert!(on_device.orders.all_fit() && on_device.bytes_total == 80 * gib, "{on_device:?}");
+    assert_eq!((explanation.device_bytes_total, explanation.verdict), (None, Verdict::Fitted));
+
+    // As `warpool replay --capacity 6.5GiB` says, and with `expandable_segments:True`.
+    let explanation = &explained("resnet_train.native.pickle.xz", &on(13 * gib / 2))[0];
+    let on_device = explanation.on_device.expect("another device");
+    assert!(!on_device.orders.all_fit() && on_device.oom_event.is_some(), "{on_device:?}");
+    let first = explanation.advice.first().expect("there is something to do");
+    assert_eq!((first.title.as_str(), first.fits), ("Set expandable_segments:True", Some(true)));
+}
+
+#[test]
+fn named_moments_are_explained() {
+    let at = |at| ExplainOptions { at, ..quick() };
+    let name = "oom_stacks.fraction_6gib.pickle.xz";
+    let allocated = explained(name, &at(MomentChoice::Allocated)).remove(0);
+    let peaks = allocated.peaks.expect("a history");
+    assert_eq!(allocated.moment().event, peaks.allocated.event);
+    assert_eq!(allocated.moment().bytes_allocated, peaks.allocated.bytes);
+    assert_eq!(allocated.verdict, Verdict::Fragmentation, "why it ran out does not depend on the moment");
+    let reserved = explained(name, &at(MomentChoice::Reserved)).remove(0);
+    assert_eq!(reserved.moment().bytes_reserved, peaks.reserved.bytes);
+    let event = explained(name, &at(MomentChoice::Event(1000))).remove(0);
+    let time_us = event.moment().time_us.expect("it has times");
+    assert_eq!((event.moment().kind, event.moment().event), (MomentKind::Event, Some(1000)));
+    let time = explained(name, &at(MomentChoice::Time(time_us.unsigned_abs()))).remove(0);
+    assert_eq!(time.moment().time_us, Some(time_us), "the last event of that time");
+    let late = explained(name, &at(MomentChoice::Event(u64::MAX))).remove(0);
+    assert_eq!(late.moment().event, Some(108_719), "the last event");
 }

@@ -41,6 +41,7 @@ fn allocations_and_ranges_give_the_state_at_every_position() {
                 let position = timeline.events * step / 40;
                 let sample = &finest.buckets[usize::try_from(position).expect("small")].sample;
                 assert_eq!(sums(&timeline, position), of_sample(sample), "{name} at {position}");
+                assert_eq!(sample.categories.iter().sum::<u64>(), sample.allocated, "{name} at {position}");
                 let free = sample.reserved - sample.live() - sample.waiting;
                 assert!(sample.cached <= free, "{name} at {position}: {sample:?}");
             }
@@ -57,12 +58,15 @@ fn samples_are_those_of_the_explanation() {
         for timeline in timelines_of(&recording(&name).snapshot) {
             let Timeline { levels, explanation, .. } = &timeline;
             for moment in &explanation.moments {
-                let behind = u64::from(moment.kind == MomentKind::Peak);
-                let position = moment.event.expect("it has a history") + behind;
+                let after = u64::from(moment.kind != MomentKind::OutOfMemory);
+                let position = moment.event.map_or(0, |event| event + after);
                 let sample = &levels[0].buckets[usize::try_from(position).expect("small")].sample;
                 let parts = &moment.parts;
                 let expected = [parts.allocated, parts.rounding, parts.waiting_for_streams, parts.reserved()];
                 assert_eq!(of_sample(sample), expected, "{name}");
+                for share in &moment.categories {
+                    assert_eq!(sample.categories[share.category.index()], share.bytes, "{name}: {share:?}");
+                }
             }
             let Explanation { ooms, .. } = explanation;
             let marks = timeline.marks.iter().filter(|mark| mark.kind == MarkKind::OutOfMemory);

@@ -24,7 +24,7 @@ fn on_h200() -> ExplainOptions<'static> {
 fn check(snapshot: &Snapshot, verdict: Verdict) {
     let explanation = explained(snapshot, &on_h200());
     let moment = explanation.moment();
-    assert_eq!(moment.verdict, verdict, "{:?} {:?}", moment.evidence, moment.parts);
+    assert_eq!(explanation.verdict, verdict, "{:?} {:?}", explanation.evidence, moment.parts);
     assert_eq!(Some(moment.parts.total()), explanation.device_bytes_total);
     assert_eq!(explanation.exact, Some(true), "{verdict:?}: the replay reproduces it");
 }
@@ -58,7 +58,7 @@ fn recordings_of_each_case_have_its_verdict() {
     ] {
         let explanation = explained(&recording(&format!("{name}.pickle.xz")).snapshot, &on_h200());
         let moment = explanation.moment();
-        assert_eq!(moment.verdict, verdict, "{name}: {:?} {:?}", moment.evidence, moment.parts);
+        assert_eq!(explanation.verdict, verdict, "{name}: {:?} {:?}", explanation.evidence, moment.parts);
     }
 }
 
@@ -117,7 +117,8 @@ fn nothing_is_said_about_the_rest_of_a_device_of_unknown_size() {
     assert!(explanation.remarks[0].contains("--gpu or --capacity"), "{:?}", explanation.remarks);
     let moment = explanation.moment();
     assert_eq!((explanation.device_bytes_total, moment.parts.outside), (None, 0), "{:?}", moment.parts);
-    assert!(moment.evidence.iter().any(|text| text.contains("had 19.3 GiB for this program")), "{:?}", moment.evidence);
+    let evidence = &explanation.evidence;
+    assert!(evidence.iter().any(|text| text.contains("had 19.3 GiB for this program")), "{evidence:?}");
     assert!(explanation.fits.iter().all(|fit| fit.change != Change::Others), "{:?}", explanation.fits);
     let known = ExplainOptions { capacity: Some(150_109_880_320), ..quick() };
     let explanation = explained(&program::outside(), &known);
