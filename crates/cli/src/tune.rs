@@ -170,7 +170,7 @@ fn how_to(candidate: &Candidate) -> String {
     let apply = candidate.apply();
     match apply.split_once('\n') {
         Some((install, call)) => format!("\n\n{install}\n{call}    # in the program, before CUDA is used\n"),
-        None => format!("\n\n{apply}    # before the program starts; PYTORCH_ALLOC_CONF is the newer name\n"),
+        None => format!("\n\n{apply}    # before the program starts (newer: PYTORCH_ALLOC_CONF)\n"),
     }
 }
 

@@ -1,9 +1,9 @@
 //! The smallest device on which recordings fit with a candidate.
 //!
 //! What is promised: on a device of that size every recording fits in every order of addresses, and on one that is
-//! smaller by twice the tolerance some does not. Both were replayed as `warpool replay --capacity` does. Not promised is
-//! that no smaller device would do: with less memory the allocator returns its cache to the driver earlier and cuts its
-//! segments otherwise, so whether a program fits need not be monotonic in the size.
+//! smaller by twice the tolerance some does not. Both were replayed as `warpool replay --capacity` does. It is not
+//! promised that no smaller device would do: with less memory the allocator returns its cache to the driver earlier and
+//! splits its segments otherwise, so whether a program fits need not be monotonic in the size.
 
 use super::{Candidate, replay_options};
 use crate::replay::{DeviceReplay, ReplayError, ReplayOptions, ReplayReport, bytes_context};
