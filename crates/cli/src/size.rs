@@ -49,9 +49,27 @@ fn rounded(number: &str, unit: u64) -> Option<u64> {
 /// Formats `bytes` in the largest binary unit that is not larger.
 pub use warpool_trace::bytes_text::text as format;
 
+/// The same, rounded up to what is shown: a size that suffices still does as it is read.
+pub fn format_up(bytes: u64) -> String {
+    let shown = format(bytes);
+    let Some((name, unit)) = UNITS.iter().find(|(name, unit)| name.contains('i') && bytes >= *unit) else {
+        return shown;
+    };
+    let tenths = (u128::from(bytes) * 10).div_ceil(u128::from(*unit));
+    if bytes.is_multiple_of(*unit) { shown } else { format!("{}.{} {name}", tenths / 10, tenths % 10) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_are_rounded_up_where_they_have_to_suffice() {
+        for (bytes, shown) in [(0, "0 B"), (6 << 30, "6 GiB"), ((6 << 30) + 1, "6.1 GiB"), ((7 << 30) - 1, "7.0 GiB")] {
+            assert_eq!(format_up(bytes), shown);
+            assert!(parse(shown).expect("a size") >= bytes, "{shown}");
+        }
+    }
 
     #[test]
     fn sizes_are_parsed() {

@@ -381,6 +381,10 @@ fn remarks(report: &ReplayReport, is_what_if: bool) -> Vec<String> {
 fn advice(message: &str, report: &ReplayReport) -> String {
     const RAISE: &str =
         "raise the lower of the memory fraction and memory_cap_mb (without a limit: fraction 1.0 and no cap)";
+    let message = match report.in_force.device_bytes_total {
+        Some(_) => message.to_owned(),
+        None => without_device(message),
+    };
     match report.in_force.limit_origin {
         LimitOrigin::RecordedDeviceFull => message.replace(RAISE, "that is all that the recorded device had"),
         _ => message.replace(
@@ -388,6 +392,20 @@ fn advice(message: &str, report: &ReplayReport) -> String {
             "to lift it, --set per_process_memory_fraction:1.0, in the program set_per_process_memory_fraction(1.0)",
         ),
     }
+}
+
+/// The message without what it says about the device: an unknown one is simulated with more memory than it had.
+fn without_device(message: &str) -> String {
+    let mut message = message.to_owned();
+    for (begins, ends) in
+        [(" GPU ", " is free."), (". ", " is held by others (contexts, other libraries, other processes)")]
+    {
+        let Some(end) = message.find(ends) else { continue };
+        if let Some(start) = message[..end].rfind(begins) {
+            message.replace_range(start..end + ends.len(), "");
+        }
+    }
+    message
 }
 
 fn segments_object(file: &Path, totals: &SegmentTotals) -> Value {

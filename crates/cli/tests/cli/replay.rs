@@ -194,6 +194,32 @@ fn answer_names_what_is_in_force_and_the_control() {
     assert_eq!(larger["in_force"]["memory_limit_lifted_bytes"], 6_u64 << 30);
 }
 
+/// The simulated device is an H200; that of the recording is not known, and neither is a rest of it.
+#[test]
+fn unknown_device_has_no_size_in_any_text() {
+    let file = recording("verdict.outside");
+    let what_if = ["replay", &file, "--set", "max_split_size_mb:64"];
+    for arguments in [&["replay", &file][..], &what_if, &["explain", &file, "--orders", "1"], &["tune", &file]] {
+        let output = warpool(arguments);
+        let shown = text(&output.stdout);
+        for part in ["139.", "held by others", "used by others", "total capacity", " of the device"] {
+            assert!(!shown.contains(part), "'{part}' in {shown}");
+        }
+    }
+    let object = &objects(&["replay", &file, "--json"], 0)[0];
+    let in_force = &object["in_force"];
+    assert!(in_force["device_bytes_total"].is_null() && in_force["device_assumed"] == true, "{in_force}");
+    assert_eq!(in_force["device_origin"], "unknown");
+    let message = object["oom"]["message"].as_str().expect("a message");
+    assert!(message.starts_with("CUDA out of memory. Tried to allocate 512.00 MiB. 19.29 GiB allowed;"), "{message}");
+    assert!(message.ends_with('.') && !message.contains("capacity"), "{message}");
+    // The same with its card.
+    let known = &objects(&["replay", &file, "--json", "--gpu", "H200"], 0)[0]["in_force"];
+    assert_eq!((&known["device_origin"], &known["device_name"]), (&"argument".into(), &"H200".into()));
+    assert_usage_error(&["replay", &file, "--gpu", "a100"], &["a100-40gb, a100-80gb"]);
+    assert_usage_error(&["tune", &file, "--gpu", "h200", "--capacity", "24GiB"], &["cannot be used with"]);
+}
+
 #[test]
 fn full_device_is_not_advised_to_raise_a_limit() {
     let output = warpool(&["replay", &recording("device_full.native")]);

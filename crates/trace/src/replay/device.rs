@@ -6,10 +6,10 @@ use std::time::Instant;
 use warpool::memory::{SegmentInfo, Settings, TraceEntry};
 
 use super::ReplayError;
-use super::conditions::{Conditions, RecordedConditions, bytes_context};
+use super::conditions::{Conditions, RecordedConditions, bytes_context, is_same_device};
 use super::infer::Inference;
 use super::options::{ADDRESS_ORDERS, AllocatorChoice, ReplayOptions, WhatIf};
-use super::orders::{OrderOptions, OrderResults, fits, run_control, run_orders};
+use super::orders::{OrderOptions, OrderResults, first_failure, fits, run_control, run_orders};
 use super::prove::{CAPACITY_MAX, Proof, default_capacity, recorded_allocator};
 use super::recording::{DeviceRecording, RecordedTime, Survey};
 use super::report::{AddressOrders, InferredLimit, Outcome, ReplayReport, Steady};
@@ -116,6 +116,33 @@ impl<'a> DeviceReplay<'a> {
         Ok(report)
     }
 
+    /// The first order of addresses in which a what-if does not fit; `None` if it fits in all of them. It is the
+    /// question of [`report`](Self::report) without the figures: the order `tried_first` comes first, and no further
+    /// one is tried when one fails.
+    pub(crate) fn first_failure(
+        &self,
+        what_if: &WhatIf,
+        orders: u32,
+        tried_first: u32,
+    ) -> Result<Option<u32>, ReplayError> {
+        let conditions = Conditions::new(self.recorded_conditions(), what_if).map_err(ReplayError::Changes)?;
+        let reproduced = self.reproduced();
+        if let Some(result) = reproduced.filter(|_| conditions.is_recorded) {
+            return Ok((!fits(result)).then_some(0));
+        }
+        let run = self.run(&conditions, reproduced.is_some());
+        first_failure(&run, orders, tried_first).map_err(|error| error.with_limit(&self.budget))
+    }
+
+    /// A size near `bytes` that is another device than the recorded one: under a recorded limit, what fits there would
+    /// else depend on the limit and not on the size.
+    pub(crate) fn other_capacity(&self, bytes: u64) -> u64 {
+        match self.card.bytes_total {
+            Some(total) if self.limit().is_some() && is_same_device(bytes, &self.card) => total - total / 1000 - 1,
+            _ => bytes,
+        }
+    }
+
     /// The inferred part of the recording.
     pub(super) fn inference(&self) -> &Inference {
         &self.proof.interpretation.inference
@@ -132,7 +159,8 @@ impl<'a> DeviceReplay<'a> {
     }
 
     /// The settings of the recorded program.
-    pub(crate) fn recorded_settings(&self) -> &Settings {
+    #[must_use]
+    pub fn recorded_settings(&self) -> &Settings {
         &self.settings
     }
 

@@ -55,6 +55,22 @@ pub(super) fn run_orders(
     Ok(OrderResults { results, free_from_step, options })
 }
 
+/// The first order in which a run does not fit, `tried_first` before the others. The orders are those of
+/// [`run_orders`]: where no address is free, one stands for all.
+pub(super) fn first_failure(run: &Run<'_>, orders: u32, tried_first: u32) -> Result<Option<u32>, ReplayError> {
+    let first = if tried_first < orders { tried_first } else { 0 };
+    for order in std::iter::once(first).chain((0..orders).filter(|&order| order != first)) {
+        let result = seeded(run, u64::from(order)).run(None)?;
+        if !fits(&result) {
+            return Ok(Some(order));
+        }
+        if result.leaves_recorded_at.is_none() || !depends_on_addresses(run) {
+            break;
+        }
+    }
+    Ok(None)
+}
+
 /// Runs the recorded program with the same freedom: recorded addresses before `free_from_step`, and the same orders.
 pub(super) fn run_control(
     run: &Run<'_>,

@@ -70,6 +70,21 @@ impl Candidate {
         self.what_if == WhatIf::default()
     }
 
+    /// How to switch it on: lines for the shell, or for the program.
+    #[must_use]
+    pub fn apply(&self) -> String {
+        match self.variable {
+            _ if self.is_recorded() => "keep the settings as they are".to_owned(),
+            "WARPOOL_CONF" => {
+                // The paged allocator is the default of `enable`.
+                let entries = if self.set == "backend:paged" { String::new() } else { format!("{:?}", self.set) };
+                format!("pip install warpool\nimport warpool.torch; warpool.torch.enable({entries})")
+            }
+            variable if self.set.is_empty() => format!("unset {variable}"),
+            variable => format!("export {variable}={}", quoted(&self.set)),
+        }
+    }
+
     /// Another allocator.
     #[must_use]
     pub fn allocator(allocator: AllocatorChoice, entries: &str) -> Self {
@@ -86,6 +101,12 @@ impl Candidate {
         let is_lower_bound = allocator == AllocatorChoice::DriverPool;
         Self { name: set.clone(), set, variable, what_if, is_lower_bound }
     }
+}
+
+/// A string for a shell. Lists of `roundup_power2_divisions` have brackets.
+fn quoted(string: &str) -> String {
+    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "_:,.".contains(letter);
+    if string.chars().all(is_plain) { string.to_owned() } else { format!("'{string}'") }
 }
 
 /// The environment variable that takes the settings of an allocator.

@@ -4,13 +4,15 @@
 //! any what-if, in several orders of addresses where these matter, and the recorded settings are one of them.
 
 mod candidates;
+mod smallest;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 pub use candidates::{Candidate, candidates};
+pub use smallest::SmallestDevice;
 
-use crate::replay::{DeviceReplay, ReplayError, ReplayOptions, ReplayReport, bytes_context};
+use crate::replay::{DeviceReplay, ReplayError, ReplayOptions, ReplayReport};
 
 /// How to try candidates.
 #[derive(Clone, Copy)]
@@ -91,9 +93,9 @@ pub struct Tuned {
     pub candidate: Candidate,
     /// A report for each device of each recording.
     pub reports: Vec<ReplayReport>,
-    /// The smallest device on which every recording fits in every order of addresses, found by replays to within an
-    /// eighth of what is not live; `None` if it was not found.
-    pub smallest_device_bytes: Option<u64>,
+    /// The smallest device on which every recording fits in every order of addresses, found by replays; `None` if it
+    /// does not fit on any.
+    pub smallest_device: Option<SmallestDevice>,
 }
 
 impl Tuned {
@@ -101,6 +103,12 @@ impl Tuned {
     #[must_use]
     pub fn fits(&self) -> bool {
         self.reports.iter().all(|report| report.orders.all_fit())
+    }
+
+    /// Whether it is another allocator than the recorded one.
+    #[must_use]
+    pub fn switches_allocator(&self) -> bool {
+        self.reports.iter().any(|report| report.in_force.allocator != report.in_force.allocator_recorded)
     }
 
     /// The peaks of reserved bytes, added up.
@@ -125,7 +133,7 @@ impl Tuned {
     }
 }
 
-/// The candidates, the best first: those that fit, by the least reserved bytes, then by the least driver time.
+/// The candidates, the best first: see `rank`.
 ///
 /// # Errors
 /// If a replay fails other than for lack of device memory.
@@ -136,86 +144,48 @@ pub fn tune(
 ) -> Result<Vec<Tuned>, ReplayError> {
     let reports = try_all(devices, &candidates, options)?;
     let smallest = in_parallel(candidates.len(), threads(devices, options), |number| {
-        smallest_device(devices, &candidates[number], &reports[number], options.address_orders)
+        SmallestDevice::find(devices, &candidates[number], &reports[number], options.address_orders)
     });
     let mut tuned = Vec::with_capacity(candidates.len());
     for ((candidate, reports), smallest) in candidates.into_iter().zip(reports).zip(smallest) {
-        tuned.push(Tuned { candidate, reports, smallest_device_bytes: smallest? });
+        tuned.push(Tuned { candidate, reports, smallest_device: smallest? });
     }
+    rank(&mut tuned);
+    Ok(tuned)
+}
+
+/// Another allocator has to save this part of what PyTorch's settings reserve, and at least these bytes, to come before
+/// them: it is a package to install and a call in the program, not one line in the environment. Less than this is
+/// within what a driver's update or another batch changes.
+const SWITCH_SAVES_PART: u64 = 50;
+const SWITCH_SAVES_BYTES: u64 = 256 << 20;
+
+/// Those that fit first, by the least reserved bytes, then by the least driver time. An allocator other than the
+/// recorded one counts as if it reserved more, and the recorded settings as if they reserved less by what other
+/// addresses alone change in them: neither is worth a change for less.
+fn rank(tuned: &mut [Tuned]) {
+    let own = tuned.iter().filter(|tuned| tuned.fits() && !tuned.switches_allocator());
+    let own = own.map(Tuned::peak_reserved_bytes).min();
+    let switch = own.map_or(0, |own| (own / SWITCH_SAVES_PART).max(SWITCH_SAVES_BYTES));
+    let noise = tuned.iter().filter_map(Tuned::control_range).map(|(least, most)| most - least).max().unwrap_or(0);
+    let counted = |tuned: &Tuned| {
+        let bytes = tuned.peak_reserved_bytes();
+        match tuned.candidate.is_recorded() {
+            true => bytes.saturating_sub(noise),
+            false if tuned.switches_allocator() => bytes.saturating_add(switch),
+            false => bytes,
+        }
+    };
     // What reserves equally much to within a thousandth is ordered by driver time.
     let step = tuned.iter().map(Tuned::peak_reserved_bytes).min().unwrap_or(0) / 1000 + 1;
-    let key = |tuned: &Tuned| (!tuned.fits(), tuned.candidate.is_lower_bound, tuned.peak_reserved_bytes() / step);
+    let key = |tuned: &Tuned| {
+        let Candidate { is_lower_bound, .. } = tuned.candidate;
+        (!tuned.fits(), is_lower_bound, counted(tuned) / step, !tuned.candidate.is_recorded())
+    };
     // Then by driver time to a millisecond, and the shorter string.
     let rest = |tuned: &Tuned| ((tuned.driver_seconds() * 1e3).round(), tuned.candidate.set.len());
     tuned.sort_by(|a, b| {
         let ((a_time, a_length), (b_time, b_length)) = (rest(a), rest(b));
         key(a).cmp(&key(b)).then(a_time.total_cmp(&b_time)).then(a_length.cmp(&b_length))
     });
-    Ok(tuned)
-}
-
-/// The smallest device on which all recordings fit with a candidate.
-fn smallest_device(
-    devices: &[&DeviceReplay<'_>],
-    candidate: &Candidate,
-    reports: &[ReplayReport],
-    address_orders: u32,
-) -> Result<Option<u64>, ReplayError> {
-    let mut smallest = 0;
-    for (device, report) in devices.iter().zip(reports) {
-        match smallest_for(device, candidate, report, address_orders)? {
-            Some(bytes) => smallest = smallest.max(bytes),
-            None => return Ok(None),
-        }
-    }
-    Ok(Some(smallest))
-}
-
-/// Between what is live and what is reserved at most, by halves: with less than that, cached memory is released for
-/// requests that need it.
-fn smallest_for(
-    device: &DeviceReplay<'_>,
-    candidate: &Candidate,
-    report: &ReplayReport,
-    address_orders: u32,
-) -> Result<Option<u64>, ReplayError> {
-    const HALVES: u32 = 3;
-    let fits = |capacity: u64, orders: u32| -> Result<bool, ReplayError> {
-        let options = ReplayOptions { without_control: true, ..replay_options(orders) };
-        Ok(device.report(&candidate.on(Some(capacity)), &options)?.orders.all_fit())
-    };
-    let mut most = report.orders.peak_reserved_bytes_most + bytes_context();
-    if candidate.is_lower_bound {
-        return Ok(Some(most));
-    }
-    // Under a limit less was reserved than would have been; without one, it fits by definition.
-    if !report.orders.all_fit() || report.in_force.memory_limit.is_some() {
-        let ample = device.report(&candidate.on(Some(1 << 46)), &replay_options(address_orders))?;
-        if !ample.orders.all_fit() {
-            return Ok(None);
-        }
-        most = ample.orders.peak_reserved_bytes_most + bytes_context();
-    }
-    let mut least = (report.peak_live_bytes + bytes_context()).min(most);
-    // Little to gain.
-    if most - least < most / 50 {
-        return Ok(Some(most));
-    }
-    let mut found = vec![most];
-    for _ in 0..HALVES {
-        let middle = least.midpoint(most);
-        if fits(middle, 1)? {
-            most = middle;
-            found.push(middle);
-        } else {
-            least = middle;
-        }
-    }
-    // In one order; the smallest that fits in all is the answer.
-    while let Some(bytes) = found.pop() {
-        if found.is_empty() || fits(bytes, address_orders)? {
-            return Ok(Some(bytes));
-        }
-    }
-    Ok(None)
 }
