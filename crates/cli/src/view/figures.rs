@@ -8,6 +8,9 @@ pub fn object(timeline: &Timeline) -> Value {
     let count = |kind: MarkKind| timeline.marks.iter().filter(|mark| mark.kind == kind).count();
     let explanation = &timeline.explanation;
     let moment = explanation.moment();
+    // Without times the duration is 0.
+    let has_times = timeline.duration_us > 0;
+    let sample = |of: &Sample| sample(of, has_times);
     json!({
         "device": timeline.device,
         "events": timeline.events,
@@ -20,16 +23,16 @@ pub fn object(timeline: &Timeline) -> Value {
         "ooms": count(MarkKind::OutOfMemory),
         "retries": count(MarkKind::Retry),
         "verdict": moment.verdict.name(),
-        "moment": { "kind": moment.kind.name(), "event": moment.event, "time_us": moment.time_us },
+        "moment": { "kind": moment.kind.name(), "event": moment.event, "time_us": has_times.then_some(moment.time_us) },
         "device_bytes_total": explanation.device_bytes_total,
         "device_assumed": explanation.device_assumed,
     })
 }
 
-fn sample(sample: &Sample) -> Value {
+fn sample(sample: &Sample, has_times: bool) -> Value {
     json!({
         "position": sample.position,
-        "time_us": sample.time_us,
+        "time_us": has_times.then_some(sample.time_us),
         "live_bytes": sample.live(),
         "reserved_bytes": sample.reserved,
         "parts": {
