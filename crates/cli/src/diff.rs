@@ -259,7 +259,6 @@ fn object(files: &[PathBuf; 2], before: &Explanation, after: &Explanation, chang
         })
     };
     json!({
-        "schema_version": 1,
         "before": side(&files[0], before),
         "after": side(&files[1], after),
         "changes": changes.iter().map(change_object).collect::<Vec<_>>(),
