@@ -6,21 +6,26 @@ use warpool_trace::{ReadError, ReadOptions, Recording, read, read_file};
 
 use crate::output::{CommandError, Result, printable};
 
-/// The endings of recordings in a folder.
-const ENDINGS: [&str; 12] = [
-    ".pickle",
-    ".pkl",
-    ".pickle.xz",
-    ".pkl.xz",
-    ".pickle.gz",
-    ".pkl.gz",
-    ".pickle.zst",
-    ".pkl.zst",
-    ".csv",
-    ".csv.xz",
-    ".csv.gz",
-    ".csv.zst",
-];
+/// The endings of recordings in a folder, before that of a compression. Not `.pt`, although torch.save may have written
+/// a recording: in most folders these are models.
+const ENDINGS: [&str; 9] = [".pickle", ".pkl", ".csv", ".zip", ".tar", ".tgz", ".txz", ".tbz2", ".tzst"];
+
+/// The endings of compressed files.
+const COMPRESSIONS: [&str; 4] = [".xz", ".gz", ".zst", ".bz2"];
+
+/// The name of a recording without its endings; `None` if it has none of a recording.
+fn stem(name: &str) -> Option<&str> {
+    let plain = COMPRESSIONS.iter().find_map(|ending| name.strip_suffix(ending)).unwrap_or(name);
+    ENDINGS.iter().find_map(|ending| plain.strip_suffix(ending))
+}
+
+/// The name for a file that is made of a recording: its own without its endings.
+pub fn name_without_endings(file: &Path) -> String {
+    let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let saved = || [".pt", ".pth"].iter().find_map(|ending| name.strip_suffix(ending));
+    let stem = stem(&name).or_else(saved).unwrap_or(&name);
+    if stem.is_empty() || stem == "-" { "recording".to_owned() } else { stem.to_owned() }
+}
 
 /// Whether a file name stands for the standard input.
 fn is_stdin(file: &Path) -> bool {
@@ -45,7 +50,7 @@ pub fn expand_folders(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
         let entries = entries.map(|entry| entry.map(|entry| entry.path())).collect::<std::io::Result<Vec<_>>>();
         let is_recording = |path: &PathBuf| {
             let name = path.file_name().map(|name| name.to_string_lossy().to_lowercase()).unwrap_or_default();
-            path.is_file() && !name.starts_with('.') && ENDINGS.iter().any(|ending| name.ends_with(ending))
+            path.is_file() && !name.starts_with('.') && stem(&name).is_some()
         };
         let mut found: Vec<PathBuf> = entries.map_err(error)?.into_iter().filter(is_recording).collect();
         if found.is_empty() {
@@ -87,6 +92,24 @@ pub fn short_names(files: &[PathBuf]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn recordings_are_known_by_their_endings() {
+        for (name, expected) in [
+            ("a.pickle", Some("a")),
+            ("a.b.pkl.bz2", Some("a.b")),
+            ("log.csv.zst", Some("log")),
+            ("ranks.tar", Some("ranks")),
+            ("ranks.tar.xz", Some("ranks")),
+            ("ranks.tgz", Some("ranks")),
+            ("saved.zip", Some("saved")),
+            ("model.pt", None),
+            ("notes.txt.gz", None),
+            ("pickle", None),
+        ] {
+            assert_eq!(stem(name), expected, "{name}");
+        }
+    }
 
     fn check(files: &[&str], names: &[&str]) {
         let files: Vec<PathBuf> = files.iter().map(PathBuf::from).collect();

@@ -10,6 +10,7 @@ mod diff;
 mod driver;
 mod explain;
 mod files;
+mod fitting;
 mod foreign;
 mod info;
 mod inputs;
@@ -89,7 +90,9 @@ fn main() -> ExitCode {
         Command::Selftest(_) | Command::Soak(_) => LevelFilter::ERROR,
         _ => LevelFilter::WARN,
     };
-    tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level).without_time().init();
+    let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level).without_time();
+    // It would report a failure of stderr on stderr, and panic.
+    log.log_internal_errors(false).init();
     let result = match cli.command {
         Command::Info(args) => info::run(&args, &mut Output::stdout(args.json)),
         Command::Selftest(args) => selftest::run(&args, &mut Output::stdout(args.json)),
@@ -111,7 +114,7 @@ fn main() -> ExitCode {
         // The reader closed the pipe, as `head` does.
         Err(CommandError::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("warpool: {error}");
+            output::message(format_args!("warpool: {error}"));
             ExitCode::from(error.status())
         }
     }
@@ -127,7 +130,7 @@ fn exit_with_usage(error: &clap::Error) -> ExitCode {
     if error.kind() == clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         let _ = error.print();
     } else {
-        eprintln!("warpool: {} (see --help)", one_line(&error.to_string()));
+        output::message(format_args!("warpool: {} (see --help)", one_line(&error.to_string())));
     }
     ExitCode::from(2)
 }

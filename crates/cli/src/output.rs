@@ -4,9 +4,11 @@
 use std::fmt;
 use std::io::{self, Write};
 
-use comfy_table::{CellAlignment, ContentArrangement, ContentLineStyle, LineStyle, Table, TableStyle};
+use comfy_table::{CellAlignment, ContentLineStyle, LineStyle, Table, TableStyle};
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::Value;
+use serde_json::{Map, Value};
+
+use crate::fitting::{self, fitted, wrapped};
 
 /// The result of a command that completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +34,11 @@ pub enum CommandError {
 pub fn printable(text: &str) -> String {
     let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
     text.chars().map(escape).collect()
+}
+
+/// Writes a line to stderr. A failure is ignored: the exit status tells the same, and `eprintln!` would panic.
+pub fn message(line: impl fmt::Display) {
+    let _ = writeln!(io::stderr(), "{line}");
 }
 
 /// The result of a command.
@@ -84,7 +91,7 @@ impl From<warpool::Error> for CommandError {
 pub struct Output {
     json: bool,
     out: Box<dyn Write>,
-    /// The width of the terminal, if it is one.
+    /// The width of the terminal, or what COLUMNS says where there is none.
     width: Option<usize>,
     bold: bool,
 }
@@ -92,14 +99,26 @@ pub struct Output {
 impl Output {
     /// The standard output.
     pub fn stdout(json: bool) -> Self {
-        let width = console::Term::stdout().size_checked().map(|(_, columns)| usize::from(columns));
+        let terminal = console::Term::stdout().size_checked().map(|(_, columns)| usize::from(columns));
+        let variable = || std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+        let width = terminal.filter(|&columns| columns > 0).or_else(variable).filter(|&columns| columns > 0);
         // Without a terminal, or with NO_COLOR, there are no escape codes.
         Self { json, out: Box::new(io::stdout()), width, bold: console::colors_enabled() }
     }
 
-    /// Writes one JSON object on its own line.
+    /// Writes one JSON object on its own line. All have a `schema_version`; it is 1 unless the object has its own.
     pub fn object(&mut self, object: &Value) -> io::Result<()> {
-        if self.json { writeln!(self.out, "{object}") } else { Ok(()) }
+        const VERSION: &str = "schema_version";
+        match object {
+            _ if !self.json => Ok(()),
+            Value::Object(fields) if !fields.contains_key(VERSION) => {
+                let versioned: Map<String, Value> = std::iter::once((VERSION.to_owned(), Value::from(1)))
+                    .chain(fields.iter().map(|(key, value)| (key.clone(), value.clone())))
+                    .collect();
+                writeln!(self.out, "{}", Value::Object(versioned))
+            }
+            _ => writeln!(self.out, "{object}"),
+        }
     }
 
     /// Writes a line of text.
@@ -125,38 +144,29 @@ impl Output {
         lines.iter().try_for_each(|line| self.line(line))
     }
 
+    /// Writes a line of text, in several if a terminal is narrower. The further ones are indented by `indent`.
+    pub fn remark(&mut self, line: &str, indent: usize) -> io::Result<()> {
+        match self.width {
+            None => self.line(line),
+            Some(width) => fitting::indented(line, indent, width).iter().try_for_each(|line| self.line(line)),
+        }
+    }
+
     /// Writes a table under a title.
     pub fn table(&mut self, title: &str, table: &Table) -> io::Result<()> {
         if self.json {
             return Ok(());
         }
-        writeln!(self.out, "{title}")?;
-        let mut table = table.clone();
-        if let Some(width) = self.width.and_then(|width| u16::try_from(width).ok()) {
-            table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
-        }
-        for line in table.lines() {
+        self.remark(title, 2)?;
+        let lines = match self.width {
+            Some(width) => fitted(table, width),
+            None => table.lines().collect(),
+        };
+        for line in lines {
             writeln!(self.out, "{}", line.trim_end())?;
         }
         writeln!(self.out)
     }
-}
-
-/// The words of a text in lines of at most `width` letters; a longer word has a line of its own.
-fn wrapped(text: &str, width: usize) -> Vec<String> {
-    let mut lines = vec![String::new()];
-    for word in text.split_whitespace() {
-        let line = lines.last_mut().expect("it begins with one");
-        if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > width {
-            lines.push(word.to_owned());
-            continue;
-        }
-        if !line.is_empty() {
-            line.push(' ');
-        }
-        line.push_str(word);
-    }
-    lines
 }
 
 /// A table without borders: a line below the header, spaces between the columns.
@@ -189,12 +199,6 @@ pub fn spinner(unit: &str) -> ProgressBar {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn paragraphs_are_wrapped_between_words() {
-        assert_eq!(wrapped("one two three", 7), ["one two", "three"]);
-        assert_eq!(wrapped("extraordinary word", 5), ["extraordinary", "word"]);
-    }
 
     #[test]
     fn table_has_a_header_line_and_aligned_columns() {

@@ -13,21 +13,25 @@ const UNITS: &[(&str, u64)] = &[
     ("B", 1),
 ];
 
-/// Parses `80GiB`, `139.8 GiB`, `512MiB`, `6G` (GiB, as PyTorch's settings mean it) or plain bytes. A fraction of a
-/// unit is rounded down to whole bytes.
+/// Parses `80GiB`, `139.8 GiB`, `512MiB`, `4096B` or `6G` (GiB, as PyTorch's settings mean it). A fraction of a unit is
+/// rounded down to whole bytes. Without a unit it is an error: who writes `--capacity 24` means GiB, and 24 bytes would
+/// be a device on which nothing fits.
 pub fn parse(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = (&text[..digits], text[digits..].trim());
     let unit = match unit {
-        "" => 1,
+        "" if rounded(number, 1).is_some() => {
+            return Err(format!("'{text}' has no unit: write {number}GiB or {number}B"));
+        }
+        "" if rounded(number, 1 << 30).is_some() => return Err(format!("'{text}' has no unit: write {number}GiB")),
         _ => {
             let known = UNITS.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit));
             let short =
                 UNITS.iter().find(|(name, _)| name.strip_suffix("iB").is_some_and(|it| it.eq_ignore_ascii_case(unit)));
             known
                 .or(short)
-                .ok_or_else(|| format!("'{text}' is not a size: write bytes, or a number with KiB, MiB, GiB or TiB"))?
+                .ok_or_else(|| format!("'{text}' is not a size: write a number with B, KiB, MiB, GiB or TiB"))?
                 .1
         }
     };
@@ -74,8 +78,8 @@ mod tests {
     #[test]
     fn sizes_are_parsed() {
         let check = |text: &str, bytes: u64| assert_eq!(parse(text), Ok(bytes), "{text}");
-        check("0", 0);
-        check("4096", 4096);
+        check("0B", 0);
+        check("4096B", 4096);
         check("512MiB", 512 << 20);
         check("80GiB", 80 << 30);
         check(" 80 gib ", 80 << 30);
@@ -83,7 +87,7 @@ mod tests {
         check("2TiB", 2 << 40);
         check("3kB", 3000);
         check("7B", 7);
-        check("18446744073709551615", u64::MAX);
+        check("18446744073709551615B", u64::MAX);
         check("139.8GiB", 150_109_106_995);
         check("6G", 6 << 30);
         check("1.5m", 3 << 19);
@@ -93,11 +97,18 @@ mod tests {
     #[test]
     fn invalid_size_is_an_error_that_quotes_it() {
         for text in
-            ["", "GiB", "-1", "1.2.3GiB", "80Gi", "80 apples", "0.3B", "18446744073709551616", "99999999TiB", "1e9"]
+            ["", "GiB", "-1", "1.2.3GiB", "80Gi", "80 apples", "0.3B", "18446744073709551616B", "99999999TiB", "1e9"]
         {
             let error = parse(text).unwrap_err();
             assert!(error.contains(&format!("'{text}' is not a size")), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn size_without_a_unit_is_an_error_that_says_what_to_write() {
+        assert_eq!(parse("24").unwrap_err(), "'24' has no unit: write 24GiB or 24B");
+        assert_eq!(parse(" 0 ").unwrap_err(), "'0' has no unit: write 0GiB or 0B");
+        assert_eq!(parse("1.5").unwrap_err(), "'1.5' has no unit: write 1.5GiB");
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Value, json};
+use warpool_trace::RecordingFormat;
 use warpool_trace::replay::{DeviceReplay, DeviceReplays, ReplayOptions};
 use warpool_trace::tune::{Candidate, TrialOptions, Tuned, candidates, tune};
 
@@ -81,7 +82,8 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     for (rank, tuned) in tuned.iter().enumerate() {
         output.object(&object(rank, tuned, &files))?;
     }
-    write(&tuned, &names, exact, output)?;
+    let is_rmm = opened.iter().any(|opened| opened.recording.format == RecordingFormat::RmmLog);
+    write(&tuned, &names, exact, is_rmm, output)?;
     if !quiet {
         output.line(format!("{} candidates in {:.1} s", tuned.len(), start.elapsed().as_secs_f64()))?;
     }
@@ -109,7 +111,7 @@ fn open_all(files: &[PathBuf], args: &Args, quiet: bool) -> Result<Vec<Opened>> 
 }
 
 /// The table, and the line to paste.
-fn write(tuned: &[Tuned], names: &[String], exact: bool, output: &mut Output) -> io::Result<()> {
+fn write(tuned: &[Tuned], names: &[String], exact: bool, is_rmm: bool, output: &mut Output) -> io::Result<()> {
     let columns = ["settings", "fits", ">reserved", ">margin", ">driver time", ">retries", ">smallest device"];
     let mut table = output::table(&columns);
     for tuned in tuned {
@@ -128,6 +130,12 @@ fn write(tuned: &[Tuned], names: &[String], exact: bool, output: &mut Output) ->
     }
     let what = if names.len() == 1 { names[0].clone() } else { format!("{} recordings", names.len()) };
     output.table(&format!("Settings for {what}, the best first"), &table)?;
+    if is_rmm {
+        return output.paragraph(
+            "An RMM log: the table shows what PyTorch's caching allocator with those settings, and Warpool's, would \
+             reserve for the same requests. RMM has none of these settings, and its own allocators are not modelled.",
+        );
+    }
     if !exact {
         output.paragraph("The model is not proven on every recording: the figures are estimates.")?;
     }
@@ -214,7 +222,6 @@ fn margin(tuned: &Tuned) -> Option<u64> {
 
 fn object(rank: usize, tuned: &Tuned, files: &[PathBuf]) -> Value {
     json!({
-        "schema_version": 1,
         "rank": rank,
         "name": tuned.candidate.name,
         "set": tuned.candidate.set,

@@ -1,27 +1,32 @@
 #!/usr/bin/env python3
-"""What the command shows on a terminal: progress that starts at 0 % and is gone after Ctrl-C, and NO_COLOR.
+"""What the command shows on a terminal: progress that starts at 0 % and is gone after Ctrl-C, NO_COLOR, and
+tables that are not wider than the terminal.
 
     terminal.py WARPOOL
 
 Runs the command in a pseudoterminal and looks at what is left on its screen.
 """
 
+import fcntl
 import os
 import pty
 import re
 import select
 import signal
+import struct
 import sys
+import termios
 import time
 
 RECORDINGS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../../recordings")
 FILE = os.path.join(RECORDINGS, "oom_stacks.fraction_6gib.pickle.xz")
 
 
-def run(arguments, interrupt=False, **environment):
+def run(arguments, interrupt=False, columns=100, **environment):
     """The status of a command and all that it wrote to its terminal. With `interrupt`, Ctrl-C comes with progress."""
     child, terminal = pty.fork()
     if child == 0:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         os.environ.update(TERM="xterm", COLUMNS="100", LINES="40")
         os.environ.pop("NO_COLOR", None)
         os.environ.update(environment)
@@ -101,6 +106,15 @@ def main():
     failed += check(status == 0 and not re.search(r"\x1b\[[0-9;]*m", written), "NO_COLOR: no colours, nothing bold")
     status, written = run([warpool, "-q", "explain", FILE, "--no-fits"])
     failed += check(status == 0 and not re.search(r"\d+%  \S+\.pickle", written), "-q: no progress")
+
+    for columns in (60, 80, 120, 160):
+        arguments = ["-q", "replay", FILE, FILE.replace("oom_stacks.fraction_6gib", "mempool.native")]
+        status, written = run([warpool, *arguments], columns=columns, COLUMNS="300")
+        lines = written.replace("\r", "").split("\n")
+        widest = max(lines, key=len)
+        failed += check(status == 0 and len(widest) <= columns, f"{columns} columns: {len(widest)} wide: {widest!r}")
+        broken = [line for line in lines if re.search(r"^\s*[KMGT]iB|\d\.$", line)]
+        failed += check(not broken, f"{columns} columns: no size is broken: {broken}")
 
     for arguments in [["explain", FILE], ["tune", FILE]]:
         status, written = run([warpool, *arguments], interrupt=True)

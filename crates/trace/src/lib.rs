@@ -1,8 +1,9 @@
 //! Recordings of GPU memory: what a program allocated and freed, and what its allocator did.
 //!
-//! Reads memory snapshots of PyTorch (`torch.cuda.memory._dump_snapshot`), plain or compressed with xz, gzip or zstd,
-//! and logs of RMM, as a [`Snapshot`](warpool::memory::Snapshot). [`write_snapshot`] writes one, for Python and for
-//! PyTorch's viewer. [`replay`] replays a recording on the simulated GPU and answers what-if questions.
+//! Reads memory snapshots of PyTorch (`torch.cuda.memory._dump_snapshot`) and logs of RMM, as a
+//! [`Snapshot`](warpool::memory::Snapshot): plain, compressed with xz, gzip, zstd or bzip2, or in a zip archive (which
+//! `torch.save` writes) or tar archive. [`write_snapshot`] writes one, for Python and for PyTorch's viewer. [`replay`]
+//! replays a recording on the simulated GPU and answers what-if questions.
 //!
 //! ```
 //! use warpool::memory::{Action, MemPoolId, Snapshot, TraceEntry};
@@ -52,7 +53,7 @@ pub mod tune;
 
 pub use budget::default_memory_limit;
 pub use category::{Category, CategoryBytes, Rule};
-pub use read::{Compression, Progress, ReadError, ReadOptions, Recording, RecordingFormat, read, read_file};
+pub use read::{Archive, Compression, Progress, ReadError, ReadOptions, Recording, RecordingFormat, read, read_file};
 pub use snapshot::{RecordedFields, write_snapshot};
 #[doc(hidden)]
 pub use steps::steps_taken;

@@ -16,7 +16,7 @@ use warpool_driver::{Devices, Driver};
 use super::measure::{Measurement, fastest, mutex_round, ns_each, timed, warm_up};
 use super::{Args, Report, Row};
 use crate::driver;
-use crate::output::{Result, Verdict};
+use crate::output::{self, Result, Verdict};
 
 /// The target for getting the current cuBLAS handle again, in baselines.
 const CURRENT_RATIO_MAX: f64 = 5.0;
@@ -55,7 +55,7 @@ fn blas_settings() -> BlasSettings {
         ["CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"].map(text);
     let (settings, warnings) = BlasSettings::from_texts(config.as_deref(), lt.as_deref(), unified.as_deref());
     for warning in warnings {
-        eprintln!("warning: {warning}");
+        output::message(format_args!("warning: {warning}"));
     }
     settings
 }

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use warpool::memory::{Backend, BlockState, Lint, Settings, SettingsError, Snapshot, lint};
+use warpool_trace::RecordingFormat;
 use warpool_trace::replay::{
     ADDRESS_ORDERS, AllocatorChoice, ReplayError, ReplayOptions, ReplayReport, replay_devices,
 };
@@ -44,7 +45,8 @@ use crate::size;
 /// Driver calls take the time that they were measured to take on an H200. "steady" is the second half of the recorded
 /// time, when a program has reached its steady state: what driver calls take of it, and of that remapping, which is
 /// mapping physical memory that was mapped before (growth is not remapping). JSON has these figures as "steady", and
-/// the whole recorded time as "recorded_seconds"; both are null if the recording has no time stamps.
+/// the whole recorded time as "recorded_seconds"; both are null if the recording has no time stamps, and "steady" for
+/// RMM logs.
 /// "driver_seconds_modelled" is the time of all driver calls.
 #[derive(Debug, clap::Args)]
 #[command(
@@ -119,6 +121,7 @@ struct Replayed {
     /// Parsing its content.
     parse_seconds: f64,
     bytes_decompressed: u64,
+    format: RecordingFormat,
 }
 
 /// What a file has.
@@ -221,7 +224,12 @@ fn replay_file(
         progress: Some(&|progress| show_progress(bar, progress)),
     };
     let snapshot = &opened.recording.snapshot;
+    let format = opened.recording.format;
     let content = match replay_devices(snapshot, &options) {
+        // The time of an RMM log says nothing about PyTorch's allocator, whose driver calls the program did not make.
+        Ok(reports) if format == RecordingFormat::RmmLog => {
+            Content::Reports(reports.into_iter().map(|report| ReplayReport { steady: None, ..report }).collect())
+        }
         Ok(reports) => Content::Reports(reports),
         // Nothing can be replayed, but there is something to tell.
         Err(ReplayError::NoHistory) if !snapshot.segments.is_empty() && !args.asks_what_if() => {
@@ -231,7 +239,7 @@ fn replay_file(
     };
     let bytes_decompressed = opened.recording.bytes_decompressed;
     let inputs::Opened { input_seconds, parse_seconds, .. } = opened;
-    Ok(Replayed { content, input_seconds, parse_seconds, bytes_decompressed })
+    Ok(Replayed { content, input_seconds, parse_seconds, bytes_decompressed, format })
 }
 
 impl Args {

@@ -6,6 +6,7 @@ use std::path::Path;
 use comfy_table::Table;
 use serde_json::{Value, json};
 use warpool_report::replay::in_force_object;
+use warpool_trace::RecordingFormat;
 use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::replay::{
     AddressOrders, AllocatorChoice, Fidelity, InForce, Inferences, LimitOrigin, Outcome, ReplayReport, Steady,
@@ -70,7 +71,7 @@ impl ReplayTable {
                     let name =
                         if reports.len() == 1 { name.to_owned() } else { format!("{name} GPU {}", report.device) };
                     output.object(&object(file, replayed, report))?;
-                    self.add_report(&name, report);
+                    self.add_report(&name, report, replayed.format);
                 }
             }
             Content::SegmentsOnly(devices) => {
@@ -85,7 +86,7 @@ impl ReplayTable {
         Ok(())
     }
 
-    fn add_report(&mut self, name: &str, report: &ReplayReport) {
+    fn add_report(&mut self, name: &str, report: &ReplayReport, format: RecordingFormat) {
         self.rows += 1;
         let is_driver_pool = report.in_force.allocator == AllocatorChoice::DriverPool;
         self.table.add_row([
@@ -102,9 +103,12 @@ impl ReplayTable {
         ]);
         self.rounds.add(name, &report.rounds);
         let asks = !self.what_if.is_empty();
-        let answers = if asks { answers(report) } else { Vec::new() };
+        if format == RecordingFormat::RmmLog {
+            self.remarks.push(format!("{name}: {RMM_REMARK}"));
+        }
+        let answers = if asks { answers(report, format) } else { Vec::new() };
         self.remarks.extend(answers.into_iter().map(|remark| format!("{name}: {remark}")));
-        self.remarks.extend(remarks(report, asks).into_iter().map(|remark| format!("{name}: {remark}")));
+        self.remarks.extend(remarks(report, asks, format).into_iter().map(|remark| format!("{name}: {remark}")));
     }
 
     fn add_totals(&mut self, name: &str, totals: &SegmentTotals) {
@@ -146,11 +150,14 @@ impl ReplayTable {
         self.rounds.finish(output)?;
         if !quiet {
             for remark in &self.remarks {
-                output.line(remark)?;
+                output.remark(remark, 2)?;
             }
         }
         match (self.legend, quiet) {
-            (true, _) => output.line(format!("\n{LEGEND}")),
+            (true, _) => {
+                output.line("")?;
+                LEGEND.lines().try_for_each(|line| output.remark(line, LEGEND_INDENT))
+            }
             (false, false) => output.line("\n--legend explains the columns"),
             (false, true) => Ok(()),
         }
@@ -171,7 +178,7 @@ impl ReplayTable {
 }
 
 /// The answer to a what-if, in sentences: whether it fits, and what was in force.
-fn answers(report: &ReplayReport) -> Vec<String> {
+fn answers(report: &ReplayReport, format: RecordingFormat) -> Vec<String> {
     let mut answers = vec![verdict(report)];
     answers.extend(
         report
@@ -179,7 +186,7 @@ fn answers(report: &ReplayReport) -> Vec<String> {
             .as_ref()
             .map(|control| format!("control: the recorded program, in the same address orders, {}", range(control))),
     );
-    answers.push(in_force(&report.in_force));
+    answers.push(in_force(&report.in_force, format));
     answers
 }
 
@@ -239,12 +246,13 @@ fn range_of_peaks(orders: &AddressOrders) -> String {
 }
 
 /// The conditions of the run, and how they differ from the recorded ones.
-fn in_force(in_force: &InForce) -> String {
+fn in_force(in_force: &InForce, format: RecordingFormat) -> String {
     let named = |settings: &str| match settings {
         "" => "the defaults".to_owned(),
         settings => settings.to_owned(),
     };
     let mut parts = vec![match in_force.changes.is_empty() {
+        true if format == RecordingFormat::RmmLog => "PyTorch's default settings".to_owned(),
         true => format!("settings {}, as recorded", named(&in_force.settings)),
         false => {
             let change = in_force.changes.iter().map(|change| format!("{} was {}", change.key, change.recorded));
@@ -288,14 +296,18 @@ fn device(in_force: &InForce) -> String {
     }
 }
 
+/// Where the explanations begin.
+const LEGEND_INDENT: usize = 13;
+
+const RMM_REMARK: &str = "an RMM log; replayed with PyTorch's caching allocator, since RMM's own are not modelled";
+
 const LEGEND: &str = "\
 live         peak of the bytes that the program had allocated
 reserved     peak of the bytes that the allocator held from the driver; the range over address orders of a what-if
 overhead     reserved minus live: fragmentation, rounding and cached blocks
 recorded     peak of the reserved bytes in the recording
 driver time  modelled time of the driver calls on an H200
-steady       what driver calls take of the second half of the recorded time, and of that remapping: mapping memory
-             that was mapped before, not growth
+steady       what driver calls take of the second half of the recorded time, and of that remapping
 fidelity     exact: with the recorded settings, every address and every segment is as recorded";
 
 /// The part of the reserved memory that was not live.
@@ -341,7 +353,7 @@ fn fidelity(fidelity: &Fidelity) -> &'static str {
 }
 
 /// Warnings, differences from the recording, and what was inferred.
-fn remarks(report: &ReplayReport, is_what_if: bool) -> Vec<String> {
+fn remarks(report: &ReplayReport, is_what_if: bool, format: RecordingFormat) -> Vec<String> {
     let mut remarks: Vec<String> = report.warnings.iter().map(|warning| format!("warning: {warning}")).collect();
     let Fidelity { checked, exact, addresses_equal, addresses_total, first_difference, .. } = &report.fidelity;
     if *checked && !exact {
@@ -349,7 +361,7 @@ fn remarks(report: &ReplayReport, is_what_if: bool) -> Vec<String> {
         remarks.push(format!("{addresses_equal} of {addresses_total} addresses are as recorded{first}"));
     }
     if let Outcome::OutOfMemory { report: oom, .. } = &report.outcome {
-        remarks.push(advice(&oom.to_string(), report));
+        remarks.push(advice(&oom.to_string(), report, format));
     }
     if report.retries > 0 {
         let times = if report.retries == 1 { "once".to_owned() } else { format!("{} times", report.retries) };
@@ -378,12 +390,17 @@ fn remarks(report: &ReplayReport, is_what_if: bool) -> Vec<String> {
 }
 
 /// The message of an out-of-memory error. Where the limit stands for a full device, settings cannot raise it.
-fn advice(message: &str, report: &ReplayReport) -> String {
+fn advice(message: &str, report: &ReplayReport, format: RecordingFormat) -> String {
     const RAISE: &str =
         "raise the lower of the memory fraction and memory_cap_mb (without a limit: fraction 1.0 and no cap)";
+    // Settings of PyTorch are nothing that a program with RMM could change.
+    let message = match format {
+        RecordingFormat::RmmLog => message.replace(": set expandable_segments:True to avoid that.", "."),
+        RecordingFormat::TorchSnapshot => message.to_owned(),
+    };
     let message = match report.in_force.device_bytes_total {
-        Some(_) => message.to_owned(),
-        None => without_device(message),
+        Some(_) => message,
+        None => without_device(&message),
     };
     match report.in_force.limit_origin {
         LimitOrigin::RecordedDeviceFull => message.replace(RAISE, "that is all that the recorded device had"),
@@ -474,7 +491,7 @@ fn object(file: &Path, replayed: &Replayed, report: &ReplayReport) -> Value {
             Outcome::Completed => Value::Null,
             Outcome::OutOfMemory { event, report: oom } => json!({
                 "event": event,
-                "message": advice(&oom.to_string(), report),
+                "message": advice(&oom.to_string(), report, replayed.format),
                 "bytes_requested": oom.bytes_requested,
                 "bytes_segment": oom.bytes_segment,
             }),

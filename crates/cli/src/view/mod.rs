@@ -10,7 +10,7 @@ use warpool_trace::explain::{ExplainOptions, Frameworks};
 use warpool_trace::timeline::{TimelineOptions, timelines};
 
 use crate::capacity::CapacityArgs;
-use crate::files::short_names;
+use crate::files::{name_without_endings, short_names};
 use crate::inputs::{self, in_parallel, replay_error, show_progress};
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
@@ -64,7 +64,6 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     let (page, devices) = made.map_err(|error| CommandError::Usage(output::printable(&error)))?;
     let bytes = page.write(&to).map_err(CommandError::Usage)?;
     output.object(&json!({
-        "schema_version": 1,
         "file": args.file.to_string_lossy(),
         "page": to.to_string_lossy(),
         "page_bytes": bytes,
@@ -109,14 +108,7 @@ fn make(file: &Path, name: &str, args: &Args, bar: &ProgressBar) -> std::result:
 
 /// The name of a recording with `.html`, in the current folder.
 fn default_output(file: &Path) -> PathBuf {
-    let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    let endings = [".xz", ".gz", ".zst", ".pickle", ".pkl", ".csv"];
-    let mut stem = name.as_str();
-    for ending in endings {
-        stem = stem.strip_suffix(ending).unwrap_or(stem);
-    }
-    let stem = if stem.is_empty() || stem == "-" { "recording" } else { stem };
-    PathBuf::from(format!("{stem}.html"))
+    PathBuf::from(format!("{}.html", name_without_endings(file)))
 }
 
 #[cfg(test)]
@@ -129,6 +121,8 @@ mod tests {
             ("a/oom.pickle.xz", "oom.html"),
             ("x.native.pickle", "x.native.html"),
             ("log.csv", "log.html"),
+            ("saved.pt", "saved.html"),
+            ("ranks.tar.bz2", "ranks.html"),
             ("-", "recording.html"),
             (".pickle", "recording.html"),
         ] {

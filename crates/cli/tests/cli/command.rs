@@ -20,7 +20,7 @@ fn rows(output: &Output) -> Vec<Value> {
 }
 
 fn keys(object: &Value) -> Vec<&str> {
-    object.as_object().expect("an object").keys().map(String::as_str).collect()
+    object.as_object().expect("an object").keys().map(String::as_str).filter(|&key| key != "schema_version").collect()
 }
 
 /// Whether CUDA finds a GPU on this machine.

@@ -4,6 +4,7 @@ mod command;
 mod explain;
 mod replay;
 mod soak;
+mod streams;
 mod view;
 
 use std::process::{Command, Output};
@@ -29,13 +30,14 @@ fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).expect("output is UTF-8")
 }
 
-/// The command must exit with `status` and print one JSON object per line and nothing else.
+/// The command must exit with `status` and print one JSON object per line, with a version, and nothing else.
 fn objects(arguments: &[&str], status: i32) -> Vec<Value> {
     let output = warpool(arguments);
     assert_eq!(output.status.code(), Some(status), "{arguments:?}: {}", text(&output.stderr));
     let parse = |line: &str| serde_json::from_str::<Value>(line).unwrap_or_else(|error| panic!("{error}: {line}"));
     let objects: Vec<Value> = text(&output.stdout).lines().map(parse).collect();
     assert!(objects.iter().all(Value::is_object), "{arguments:?}");
+    assert!(objects.iter().all(|object| object["schema_version"].is_u64()), "{arguments:?}");
     objects
 }
 

@@ -280,6 +280,11 @@ fn memory_limit_is_an_error_and_can_be_raised() {
     let reports = objects(&["replay", &file, "--json", "--memory-limit", "1GiB"], 0);
     assert_eq!(reports[0]["fidelity"]["exact"], true);
     assert_usage_error(&["replay", &file, "--memory-limit", "much"], &["'much' is not a size"]);
+    let no_unit = "'24' has no unit: write 24GiB or 24B";
+    for option in ["--memory-limit", "--capacity"] {
+        assert_usage_error(&["replay", &file, option, "24"], &[no_unit]);
+        assert_usage_error(&["explain", &file, option, "24"], &[no_unit]);
+    }
 }
 
 #[test]

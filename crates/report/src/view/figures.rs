@@ -9,6 +9,9 @@ pub fn object(timeline: &Timeline) -> Value {
     let count = |kind: MarkKind| timeline.marks.iter().filter(|mark| mark.kind == kind).count();
     let explanation = &timeline.explanation;
     let moment = explanation.moment();
+    // Without times the duration is 0.
+    let has_times = timeline.duration_us > 0;
+    let sample = |of: &Sample| sample(of, has_times);
     json!({
         "device": timeline.device,
         "events": timeline.events,
@@ -29,10 +32,10 @@ pub fn object(timeline: &Timeline) -> Value {
     })
 }
 
-fn sample(sample: &Sample) -> Value {
+fn sample(sample: &Sample, has_times: bool) -> Value {
     json!({
         "position": sample.position,
-        "time_us": sample.time_us,
+        "time_us": has_times.then_some(sample.time_us),
         "live_bytes": sample.live(),
         "reserved_bytes": sample.reserved,
         "parts": {

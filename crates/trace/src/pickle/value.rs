@@ -54,6 +54,8 @@ pub(crate) enum ListKind {
     Trace,
     Frames,
     Annotations,
+    /// A pool id as a list of two numbers: a tuple after a round trip through JSON.
+    Pool,
     /// Not a known part of a snapshot; nothing of it is kept.
     Skipped,
 }

@@ -18,15 +18,18 @@ pub enum Compression {
     Gzip,
     /// Zstandard.
     Zstd,
+    /// bzip2.
+    Bzip2,
 }
 
 impl Compression {
     /// The format of data that starts with these bytes.
     pub(super) fn of(first: &[u8]) -> Option<Self> {
-        const MAGIC: [(&[u8], Compression); 3] = [
+        const MAGIC: [(&[u8], Compression); 4] = [
             (b"\xfd7zXZ\0", Compression::Xz),
             (b"\x1f\x8b", Compression::Gzip),
             (b"\x28\xb5\x2f\xfd", Compression::Zstd),
+            (b"BZh", Compression::Bzip2),
         ];
         MAGIC.into_iter().find(|(magic, _)| first.starts_with(magic)).map(|(_, compression)| compression)
     }
@@ -52,6 +55,12 @@ impl Compression {
                 decoder.window_log_max(window_log)?;
                 Box::new(decoder)
             }
+            Self::Bzip2 => {
+                // A block of 900 kB, which takes four bytes each, and tables.
+                const FIXED: u64 = 4 << 20;
+                budget.take(FIXED).map_err(refused)?;
+                Box::new(bzip2::read::MultiBzDecoder::new(raw))
+            }
         })
     }
 }
@@ -62,6 +71,7 @@ impl fmt::Display for Compression {
             Self::Xz => "xz",
             Self::Gzip => "gzip",
             Self::Zstd => "zstd",
+            Self::Bzip2 => "bzip2",
         })
     }
 }

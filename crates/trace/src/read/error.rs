@@ -4,6 +4,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use super::archive::Archive;
 use super::compression::Compression;
 use crate::budget::Budget;
 use crate::snapshot::Invalid;
@@ -33,8 +34,9 @@ pub enum ReadError {
     Empty,
     /// The input is not a recording.
     #[error(
-        "not a recording: {found}; expected a PyTorch memory snapshot (a pickle of protocol 2 to 5, plain or in xz, \
-         gzip or zstd) or an RMM log that starts with `Thread,Time,Action,Pointer,Size,Stream`"
+        "not a recording: {found}; expected a PyTorch memory snapshot (a pickle of protocol 2 to 5) or an RMM log that \
+         starts with `Thread,Time,Action,Pointer,Size,Stream`, plain, compressed with xz, gzip, zstd or bzip2, or in a \
+         zip or tar archive"
     )]
     NotARecording {
         /// What it seems to be.
@@ -51,6 +53,24 @@ pub enum ReadError {
         offset: u64,
         /// The error of the decompressor.
         source: io::Error,
+    },
+    /// The archive is damaged, or not exactly one of its files is a recording.
+    #[error("the {archive} archive cannot be read: {what}")]
+    Archive {
+        /// The kind of archive.
+        archive: Archive,
+        /// What is wrong, and what to do.
+        what: String,
+    },
+    /// The recording in an archive could not be read.
+    #[error("`{name}` in the {archive} archive: {source}")]
+    Member {
+        /// The kind of archive.
+        archive: Archive,
+        /// The name of the file in it.
+        name: String,
+        /// What is wrong with it.
+        source: Box<ReadError>,
     },
     /// The data ends early.
     #[error("cut off at byte {offset}, in the middle of {within}: copy the file again, or record again")]
@@ -114,6 +134,26 @@ impl ReadError {
     /// The error that the budget is used up.
     pub(super) fn memory_limit(budget: &Budget, offset: u64) -> Box<Self> {
         Box::new(Self::MemoryLimit { limit: budget.limit(), offset })
+    }
+
+    /// The error of a reader: the [`ReadError`] in it, or else a failure after `offset` bytes.
+    pub(super) fn of_io(error: io::Error, offset: u64) -> Box<Self> {
+        Box::new(error.downcast().unwrap_or_else(|source| Self::Io { offset, source }))
+    }
+
+    pub(super) fn damaged_zip(error: &dyn std::error::Error) -> Self {
+        Self::Archive {
+            archive: Archive::Zip,
+            what: format!("it is damaged or cut off ({error}): copy the file again"),
+        }
+    }
+
+    /// The same, of a file in an archive. A memory limit applies to the whole.
+    pub(super) fn within(self: Box<Self>, archive: Archive, name: &str) -> Box<Self> {
+        match *self {
+            Self::MemoryLimit { .. } | Self::Archive { .. } | Self::Compressed { .. } => self,
+            _ => Box::new(Self::Member { archive, name: name.to_owned(), source: self }),
+        }
     }
 
     /// The error that the container at `path` of a snapshot is wrong.

@@ -1,12 +1,11 @@
-//! The bytes of a recording: decompressed, buffered, counted.
+//! The bytes of a recording: buffered and counted.
 //! No length in the file is trusted: memory is allocated as bytes arrive.
 
 use std::cell::Cell;
-use std::io::{self, Cursor, Read};
+use std::io::{self, Read};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use super::compression::Compression;
 use super::error::{Checked, ReadError};
 use crate::budget::{Budget, Exceeded};
 
@@ -15,9 +14,6 @@ const BUFFER_BYTES: usize = 128 << 10;
 
 /// How much is buffered, if the input has as much, before its format is recognized.
 const PEEK_BYTES: usize = 256;
-
-/// A compressed file may contain this many times the memory limit. It is not all kept, but reading it takes time.
-const DECOMPRESSED_PER_LIMIT: u64 = 16;
 
 /// The progress of reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +27,6 @@ pub struct Progress {
 /// The decompressed bytes of a recording, and the position in them.
 pub(super) struct Input<'a> {
     reader: Box<dyn Read + 'a>,
-    compression: Option<Compression>,
     buffer: Box<[u8]>,
     next: usize,
     end: usize,
@@ -46,31 +41,15 @@ pub(super) struct Input<'a> {
 }
 
 impl<'a> Input<'a> {
-    /// Recognizes the compression by the first bytes and fills the buffer.
+    /// Fills the buffer. `bytes_read` counts the bytes of the file, of which there are `bytes_total`.
     pub(super) fn open(
-        mut reader: impl Read + 'a,
-        bytes_total: Option<u64>,
+        reader: Box<dyn Read + 'a>,
+        (bytes_read, bytes_total): (Rc<Cell<u64>>, Option<u64>),
         progress: Option<&'a dyn Fn(Progress)>,
         budget: &Budget,
     ) -> Checked<Self> {
-        let mut first = Vec::with_capacity(16);
-        reader.by_ref().take(16).read_to_end(&mut first).map_err(|source| ReadError::Io { offset: 0, source })?;
-        if first.is_empty() {
-            return Err(Box::new(ReadError::Empty));
-        }
-        let compression = Compression::of(&first);
-        let bytes_read = Rc::new(Cell::new(0));
-        let raw = Counted { reader: Cursor::new(first).chain(reader), bytes: Rc::clone(&bytes_read) };
-        let reader = match compression {
-            Some(compression) => compression.decompress(raw, budget).map_err(|source| match budget.check() {
-                Ok(()) => Box::new(ReadError::Io { offset: 0, source }),
-                Err(Exceeded) => ReadError::memory_limit(budget, 0),
-            })?,
-            None => Box::new(raw),
-        };
         let mut input = Self {
             reader,
-            compression,
             buffer: vec![0; BUFFER_BYTES].into_boxed_slice(),
             next: 0,
             end: 0,
@@ -87,10 +66,6 @@ impl<'a> Input<'a> {
             return Err(Box::new(ReadError::Empty));
         }
         Ok(input)
-    }
-
-    pub(super) fn compression(&self) -> Option<Compression> {
-        self.compression
     }
 
     /// The offset of the next byte.
@@ -233,49 +208,16 @@ impl<'a> Input<'a> {
             match self.reader.read(&mut self.buffer[from..]) {
                 Ok(bytes) => break bytes,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(source) => return Err(self.failed(source)),
+                Err(error) => return Err(ReadError::of_io(error, self.offset_end)),
             }
         };
         self.input_time += start.elapsed();
         self.end = from + bytes;
         self.offset_end += bytes as u64;
         self.budget.set_bytes_needed(self.offset_end - self.bytes_skipped);
-        if self.compression.is_some() && self.offset_end / DECOMPRESSED_PER_LIMIT > self.budget.limit() {
-            return Err(ReadError::memory_limit(&self.budget, self.offset_end));
-        }
         if let Some(progress) = self.progress {
             progress(Progress { bytes_read: self.bytes_read.get(), bytes_total: self.bytes_total });
         }
-        Ok(bytes)
-    }
-
-    fn failed(&self, source: io::Error) -> Box<ReadError> {
-        let offset = self.offset_end;
-        Box::new(match self.compression {
-            // The memory limit of xz, and the window limit of zstd, whose errors have no kind.
-            Some(_) if exceeds_memory(&source) => ReadError::MemoryLimit { limit: self.budget.limit(), offset },
-            Some(compression) => ReadError::Compressed { compression, offset, source },
-            None => ReadError::Io { offset, source },
-        })
-    }
-}
-
-/// Whether a decompressor needs more memory than it may take.
-fn exceeds_memory(error: &io::Error) -> bool {
-    let xz = error.get_ref().and_then(|inner| inner.downcast_ref::<liblzma::stream::Error>());
-    matches!(xz, Some(liblzma::stream::Error::MemLimit)) || error.to_string().contains("Frame requires too much memory")
-}
-
-/// A reader that counts its bytes.
-struct Counted<R> {
-    reader: R,
-    bytes: Rc<Cell<u64>>,
-}
-
-impl<R: Read> Read for Counted<R> {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let bytes = self.reader.read(into)?;
-        self.bytes.set(self.bytes.get() + bytes as u64);
         Ok(bytes)
     }
 }

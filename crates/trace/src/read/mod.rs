@@ -1,21 +1,27 @@
 //! Reads recordings: PyTorch's memory snapshots and RMM's logs.
-//! The format and the compression are recognized by content, not by the name of the file.
+//! Formats, compressions and archives are recognized by content, not by the name of the file.
 
+mod archive;
 mod compression;
 mod error;
 mod input;
 mod interpreter;
 mod parent;
 mod rmm;
+mod source;
 mod stack;
+mod tar;
+mod zip;
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Seek as _};
 use std::path::Path;
+use std::rc::Rc;
 use std::time::Duration;
 
 use warpool::memory::Snapshot;
 
+pub use archive::Archive;
 pub use compression::Compression;
 pub use error::ReadError;
 pub use input::Progress;
@@ -26,6 +32,8 @@ use crate::snapshot::{Builder, RecordedFields};
 use error::Checked;
 use input::Input;
 use interpreter::Interpreter;
+use source::Source;
+use zip::ZippedRecording;
 
 /// How to read.
 #[derive(Clone, Copy, Default)]
@@ -77,9 +85,20 @@ pub enum RecordingFormat {
 /// If the file cannot be read, or is not a complete recording: see [`ReadError`].
 pub fn read_file(path: impl AsRef<Path>, options: &ReadOptions<'_>) -> Result<Recording, ReadError> {
     let open_error = |source| ReadError::Open { path: path.as_ref().to_owned(), source };
-    let file = File::open(path.as_ref()).map_err(open_error)?;
+    let mut file = File::open(path.as_ref()).map_err(open_error)?;
     let metadata = file.metadata().map_err(open_error)?;
-    read_sized(file, metadata.is_file().then_some(metadata.len()), options)
+    if !metadata.is_file() {
+        return read_sized(file, None, options);
+    }
+    let mut first = Vec::new();
+    file.by_ref().take(4).read_to_end(&mut first).and_then(|_| file.rewind()).map_err(open_error)?;
+    if Archive::of(&first) != Some(Archive::Zip) {
+        return read_sized(file, Some(metadata.len()), options);
+    }
+    // Files of any size, since they need not be copied to memory.
+    let budget = Budget::new(options.memory_limit);
+    let read = |file: File| read_zip(&zip::in_file(file)?, options, &budget);
+    read(file).map_err(|error| *error)
 }
 
 /// Reads a recording from a reader, to its end.
@@ -92,8 +111,41 @@ pub fn read(reader: impl Read, options: &ReadOptions<'_>) -> Result<Recording, R
 
 fn read_sized(reader: impl Read, bytes: Option<u64>, options: &ReadOptions<'_>) -> Result<Recording, ReadError> {
     let budget = Budget::new(options.memory_limit);
-    let mut input = Input::open(reader, bytes, options.progress, &budget).map_err(|error| *error)?;
-    read_input(&mut input, options, &budget).map_err(|error| *error)
+    read_source(reader, bytes, options, &budget).map_err(|error| *error)
+}
+
+fn read_source(
+    reader: impl Read,
+    bytes: Option<u64>,
+    options: &ReadOptions<'_>,
+    budget: &Budget,
+) -> Checked<Recording> {
+    let mut source = Source::open(reader, budget)?;
+    let counter = (Rc::clone(&source.bytes_read), bytes);
+    let compression = source.compression;
+    let read = |reader: Box<dyn Read + '_>| {
+        let mut input = Input::open(reader, counter.clone(), options.progress, budget)?;
+        read_input(&mut input, options, budget)
+    };
+    let recording = match Archive::of(source.peek()) {
+        Some(Archive::Tar) => tar::read(&mut source, |file| read(Box::new(file)))?,
+        Some(Archive::Zip) => read_zip(&zip::in_memory(&mut source, budget)?, options, budget)?,
+        None => read(Box::new(source))?,
+    };
+    Ok(Recording { compression, ..recording })
+}
+
+fn read_zip<R: rawzip::ReaderAt>(
+    archive: &rawzip::ZipArchive<R>,
+    options: &ReadOptions<'_>,
+    budget: &Budget,
+) -> Checked<Recording> {
+    let ZippedRecording { reader, name, bytes, bytes_read } = ZippedRecording::find(archive, budget)?;
+    let read = || {
+        let mut input = Input::open(reader, (bytes_read, Some(bytes)), options.progress, budget)?;
+        read_input(&mut input, options, budget)
+    };
+    read().map_err(|error| error.within(Archive::Zip, &name))
 }
 
 fn read_input(input: &mut Input<'_>, options: &ReadOptions<'_>, budget: &Budget) -> Checked<Recording> {
@@ -114,7 +166,7 @@ fn read_input(input: &mut Input<'_>, options: &ReadOptions<'_>, budget: &Budget)
     Ok(Recording {
         snapshot,
         format,
-        compression: input.compression(),
+        compression: None,
         bytes_read: input.bytes_read(),
         bytes_decompressed: input.offset(),
         bytes_needed: input.offset() - input.bytes_skipped(),
@@ -126,9 +178,7 @@ fn read_input(input: &mut Input<'_>, options: &ReadOptions<'_>, budget: &Budget)
 /// What data that starts with these bytes seems to be.
 fn describe(first: &[u8]) -> String {
     let shown = &first[..first.len().min(24)];
-    if first.starts_with(b"PK\x03\x04") {
-        "it is a zip archive, as torch.save writes them".to_owned()
-    } else if let Some(inner) = Compression::of(first) {
+    if let Some(inner) = Compression::of(first) {
         format!("it is {inner} data that was compressed again; decompress it once")
     } else if first.starts_with(b"(dp0\n") || first.starts_with(b"}q\0(") {
         "it is a pickle of protocol 0 or 1, which is too old".to_owned()

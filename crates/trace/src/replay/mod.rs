@@ -47,6 +47,7 @@ use warpool::memory::{BlockInfo, SegmentInfo, Settings, SettingsError, Snapshot,
 pub use device::DeviceReplay;
 pub use options::{ADDRESS_ORDERS, AllocatorChoice, ReplayOptions, ReplayProgress, WhatIf};
 pub use program::Program;
+pub use recording::has_times;
 pub use report::{
     AddressOrders, Difference, Fidelity, InForce, Inferences, InferredLimit, LimitOrigin, Outcome, ReplayReport, Round,
     SettingChange, Steady,

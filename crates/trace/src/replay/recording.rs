@@ -33,6 +33,12 @@ impl RecordedTime {
     }
 }
 
+/// Whether events have times. PyTorch writes them since 2.1; without, all are 0.
+#[must_use]
+pub fn has_times(events: &[TraceEntry]) -> bool {
+    events.windows(2).any(|pair| pair[0].time_us != pair[1].time_us)
+}
+
 /// The recording of one device.
 #[derive(Clone, Copy)]
 pub(super) struct DeviceRecording<'a> {

@@ -299,8 +299,8 @@ pub struct Difference {
     pub device: u32,
     /// The event, counted from 0; `None` if only the totals differ.
     pub event: Option<u64>,
-    /// Microseconds since the first event.
-    pub time_us: i64,
+    /// Microseconds since the first event; `None` if the events have no times.
+    pub time_us: Option<i64>,
     /// What was recorded.
     pub expected: String,
     /// What the replay did.
@@ -312,10 +312,11 @@ impl fmt::Display for Difference {
         if self.device > 0 {
             write!(f, "device {}, ", self.device)?;
         }
-        match self.event {
+        match (self.event, self.time_us) {
             #[expect(clippy::cast_precision_loss, reason = "three decimals are shown")]
-            Some(event) => write!(f, "event {event} at {:.3} ms", self.time_us as f64 / 1000.0)?,
-            None => f.write_str("in total")?,
+            (Some(event), Some(time_us)) => write!(f, "event {event} at {:.3} ms", time_us as f64 / 1000.0)?,
+            (Some(event), None) => write!(f, "event {event}")?,
+            (None, _) => f.write_str("in total")?,
         }
         write!(f, ": recorded {}, replayed {}", self.expected, self.got)
     }

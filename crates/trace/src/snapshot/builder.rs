@@ -272,6 +272,7 @@ impl Builder {
             (ListKind::Annotations, Value::Dict(DictKind::Annotation, annotation)) => {
                 lists.annotations[index].push(budget, annotation)
             }
+            (ListKind::Pool, number) => lists.pools[index].push(number),
             _ => Err(Invalid::container(value)),
         }
     }

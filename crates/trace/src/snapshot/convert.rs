@@ -1,6 +1,6 @@
 //! Values of a pickle as the types of a snapshot's fields.
 
-use warpool::memory::{MemPoolId, TextId};
+use warpool::memory::TextId;
 
 use super::invalid::Invalid;
 use super::schema::Keyword;
@@ -47,13 +47,6 @@ pub(super) fn text(value: Value) -> Result<u32, Invalid> {
     match value {
         Value::Text(text) => Ok(text),
         _ => Err(Invalid::unexpected("a text", value)),
-    }
-}
-
-pub(super) fn pool(value: Value) -> Result<MemPoolId, Invalid> {
-    match value {
-        Value::Pair(pool) => Ok(pool),
-        _ => Err(Invalid::unexpected("a tuple of two numbers", value)),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use warpool::memory::{Action, TraceEntry};
 
-use super::convert::{optional_text, pool, signed, text, unsigned};
+use super::convert::{optional_text, signed, text, unsigned};
 use super::invalid::Invalid;
 use super::lists::{EntryList, Lists, add};
 use super::schema::{self, Keyword};
@@ -84,7 +84,7 @@ impl Entries {
                     entry.time_us = signed(value).map_err(of_key)?;
                     keys |= HAS_TIME;
                 }
-                Keyword::PoolId => entry.pool = Some(pool(value).map_err(of_key)?),
+                Keyword::PoolId => entry.pool = Some(lists.pool(value).map_err(of_key)?),
                 Keyword::CompileContext => {
                     entry.compile_context = optional_text(value, Keyword::NotApplicable).map_err(of_key)?;
                 }

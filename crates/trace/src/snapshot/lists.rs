@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use warpool::memory::{BlockInfo, SegmentInfo, StackId};
+use warpool::memory::{BlockInfo, MemPoolId, SegmentInfo, StackId};
 
 use super::invalid::Invalid;
 use super::stacks::StackTable;
@@ -21,6 +21,7 @@ pub(super) struct Lists {
     pub(super) trace_lists: Vec<OwnedList<u32>>,
     pub(super) traces: Vec<EntryList>,
     pub(super) annotations: Vec<OwnedList<u32>>,
+    pub(super) pools: Vec<PoolList>,
     pub(super) budget: Budget,
 }
 
@@ -34,6 +35,7 @@ impl Lists {
             trace_lists: Vec::new(),
             traces: Vec::new(),
             annotations: Vec::new(),
+            pools: Vec::new(),
             budget: budget.clone(),
         }
     }
@@ -49,6 +51,7 @@ impl Lists {
             ListKind::Trace => add(budget, &mut self.traces, EntryList::default()),
             ListKind::Frames => self.stacks.open_list(),
             ListKind::Annotations => add(budget, &mut self.annotations, OwnedList::new()),
+            ListKind::Pool => add(budget, &mut self.pools, PoolList::default()),
             ListKind::Skipped => Ok(0),
         }
     }
@@ -63,6 +66,7 @@ impl Lists {
             ListKind::Trace => self.traces[index].length,
             ListKind::Frames => self.stacks.list_length(number),
             ListKind::Annotations => self.annotations[index].items.len(),
+            ListKind::Pool => self.pools[index].length,
             ListKind::Skipped => 0,
         }
     }
@@ -86,7 +90,41 @@ impl Lists {
             _ => Err(Invalid::container(value)),
         }
     }
+
+    /// The pool of a tuple or list.
+    #[inline]
+    pub(super) fn pool(&self, value: Value) -> Result<MemPoolId, Invalid> {
+        match value {
+            Value::Pair(pool) => Ok(pool),
+            Value::List(ListKind::Pool, list) if self.pools[list as usize].length == 2 => {
+                let [graph, user] = self.pools[list as usize].numbers;
+                Ok(MemPoolId { graph, user })
+            }
+            _ => Err(Invalid::unexpected(POOL, value)),
+        }
+    }
 }
+
+/// A pool id as a list.
+#[derive(Clone, Copy, Default)]
+pub(super) struct PoolList {
+    numbers: [u32; 2],
+    length: usize,
+}
+
+impl PoolList {
+    pub(super) fn push(&mut self, value: Value) -> Result<(), Invalid> {
+        match (self.numbers.get_mut(self.length), value) {
+            (Some(number), Value::Int(value)) if u32::try_from(value).is_ok() => *number = value as u32,
+            _ => return Err(Invalid::unexpected(POOL, value)),
+        }
+        self.length += 1;
+        Ok(())
+    }
+}
+
+/// What a pool id is, for messages.
+const POOL: &str = "a tuple or list of two small numbers";
 
 /// A list that becomes part of one container.
 pub(super) struct OwnedList<T> {

@@ -134,6 +134,8 @@ pub(crate) fn list_in(dict: DictKind, key: Option<Keyword>) -> ListKind {
         (DictKind::Root, Some(Keyword::ExternalAnnotations)) => ListKind::Annotations,
         (DictKind::Segment, Some(Keyword::Blocks)) => ListKind::Blocks,
         (DictKind::Block, Some(Keyword::History)) => ListKind::BlockHistory,
+        (DictKind::Segment, Some(Keyword::SegmentPoolId)) => ListKind::Pool,
+        (DictKind::Entry, Some(Keyword::PoolId)) => ListKind::Pool,
         // In any dict: stacks are shared, so an entry may refer to one that was first written in a skipped dict.
         (_, Some(Keyword::Frames | Keyword::ForwardFrames)) => ListKind::Frames,
         _ => ListKind::Skipped,
@@ -161,7 +163,7 @@ pub(crate) fn dict_of(list: ListKind) -> DictKind {
         ListKind::Trace => DictKind::Entry,
         ListKind::Frames => DictKind::Frame,
         ListKind::Annotations => DictKind::Annotation,
-        ListKind::Traces | ListKind::Skipped => DictKind::Skipped,
+        ListKind::Traces | ListKind::Pool | ListKind::Skipped => DictKind::Skipped,
     }
 }
 

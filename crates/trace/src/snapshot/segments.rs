@@ -2,7 +2,7 @@
 
 use warpool::memory::{BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, StackId};
 
-use super::convert::{boolean, device, pool, text, unsigned};
+use super::convert::{boolean, device, text, unsigned};
 use super::invalid::Invalid;
 use super::lists::Lists;
 use super::schema::{self, Keyword};
@@ -47,7 +47,7 @@ impl SegmentDraft {
                 let kind = schema::segment_kind(text(value)?);
                 self.kind = Some(kind.ok_or_else(|| Invalid::new("expected `small` or `large`"))?);
             }
-            Some(Keyword::SegmentPoolId) => self.pool = Some(pool(value)?),
+            Some(Keyword::SegmentPoolId) => self.pool = Some(lists.pool(value)?),
             Some(Keyword::IsExpandable) => self.is_expandable = Some(boolean(value)?),
             Some(Keyword::Frames) => self.stack = lists.stack(value)?,
             Some(Keyword::Blocks) => match value {

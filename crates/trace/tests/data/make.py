@@ -5,11 +5,16 @@ Run it here after a change: `python3 make.py`. Needs the command `zstd`. The tes
 and need no Python.
 """
 
+import bz2
 import gzip
+import io
+import json
 import lzma
 import pickle
 import struct
 import subprocess
+import tarfile
+import zipfile
 
 MIB = 1 << 20
 BASE = 0x7F00_0000_0000
@@ -122,6 +127,25 @@ LEGACY = [
     }
 ]
 
+# As PyTorch 2.0 writes it: a history without times and pools, and blocks with a history of their own. C++ frames are
+# texts.
+TORCH_2_0 = {
+    "segments": [
+        dict(LEGACY[0], stream=0, requested_size=1512, blocks=[
+            {"size": 1024, "requested_size": 1000, "state": "active_allocated",
+             "history": [{"addr": BASE, "real_size": 1000, "frames": TRAIN, "cpp_frames": ["at::empty", "main"]}]},
+            {"size": 2 * MIB - 1024, "requested_size": 0, "state": "inactive"},
+        ])
+    ],
+    "device_traces": [
+        [
+            {"action": "segment_alloc", "addr": BASE, "size": 2 * MIB, "stream": 0, "frames": TRAIN},
+            {"action": "alloc", "addr": BASE, "size": 1000, "stream": 0, "frames": TRAIN, "cpp_frames": []},
+            {"action": "oom", "device_free": 512, "size": 1 << 40, "stream": 0, "frames": TRAIN},
+        ]
+    ],
+}
+
 # One item per container: pickles without marks.
 SINGLE = {"segments": [], "device_traces": [[entry("alloc", BASE, 512, 0, 1, frames=stack(("f", "g.py", 1)))]]}
 SINGLE_LIST = {"device_traces": [], "segments": [
@@ -194,6 +218,40 @@ def write(name, content):
         file.write(content)
 
 
+def torch_save(content):
+    """An archive as torch.save writes it: stored files, with sizes only after their data and in the directory."""
+
+    class Unseekable(io.RawIOBase):
+        """Without seeking, zipfile writes the sizes after the data."""
+
+        def __init__(self):
+            self.content = bytearray()
+
+        def writable(self):
+            return True
+
+        def write(self, part):
+            self.content += part
+            return len(part)
+
+    out = Unseekable()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, part in (("data.pkl", content), (".format_version", b"1"), ("byteorder", b"little"),
+                           ("version", b"3\n"), (".data/serialization_id", b"0" * 40)):
+            archive.writestr(zipfile.ZipInfo(f"snapshot/{name}"), part)
+    return bytes(out.content)
+
+
+def tar(files, form=tarfile.GNU_FORMAT):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=form) as archive:
+        for name, part in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(part)
+            archive.addfile(info, io.BytesIO(part))
+    return out.getvalue()
+
+
 for protocol in (2, 3, 4, 5):
     write(f"snapshot.p{protocol}.pickle", pickle.dumps(SNAPSHOT, protocol))
 write("snapshot.imports.pickle", pickle.dumps(SNAPSHOT, 2, fix_imports=False))
@@ -203,6 +261,22 @@ write("snapshot.pickle.xz", lzma.compress(plain))
 write("snapshot.pickle.gz", gzip.compress(plain, mtime=0))
 zstd = subprocess.run(["zstd", "-c", "--check"], input=plain, stdout=subprocess.PIPE, check=True)
 write("snapshot.pickle.zst", zstd.stdout)
+write("snapshot.pickle.bz2", bz2.compress(plain))
+# A round trip through JSON makes lists of tuples, and texts of all keys.
+write("snapshot.lists.pickle", pickle.dumps(json.loads(json.dumps(SNAPSHOT)), 4))
+write("snapshot.pt", torch_save(pickle.dumps(SNAPSHOT, 2)))
+deflated = io.BytesIO()
+with zipfile.ZipFile(deflated, "w", zipfile.ZIP_DEFLATED) as archive:
+    archive.writestr(zipfile.ZipInfo("run/"), b"")
+    archive.writestr(zipfile.ZipInfo("run/notes.txt"), b"one of eight ranks")
+    archive.writestr(zipfile.ZipInfo("run/snapshot.pickle"), plain, zipfile.ZIP_DEFLATED)
+write("snapshot.zip", deflated.getvalue())
+files = [("notes.txt", b"one of eight ranks"), ("r/" * 60 + "snapshot.pickle", plain), ("empty", b"")]
+write("snapshot.tar.gz", gzip.compress(tar(files), mtime=0))
+write("snapshot.pax.tar.bz2", bz2.compress(tar(files, tarfile.PAX_FORMAT)))
+ranks = [(f"ranks/rank{rank}.pickle", plain) for rank in range(2)]
+write("ranks.tar.xz", lzma.compress(tar(ranks)))
+write("torch_2_0.pickle", pickle.dumps(TORCH_2_0, 4))
 write("legacy.pickle", pickle.dumps(LEGACY, 4))
 write("single.pickle", pickle.dumps(SINGLE, 2))
 write("single_list.pickle", pickle.dumps(SINGLE_LIST, 4))

@@ -1,7 +1,7 @@
 //! Snapshots of every pickle protocol, writer and compression are read alike.
 
 use std::cell::Cell;
-use std::io::Read;
+use std::io::{Read, Write as _};
 use std::sync::Arc;
 
 use warpool::memory::{
@@ -118,7 +118,7 @@ fn small_segment() -> SegmentInfo {
 
 #[test]
 fn every_protocol_and_writer_is_read_alike() {
-    for format in ["p2", "p3", "p4", "p5", "imports", "torchscript"] {
+    for format in ["p2", "p3", "p4", "p5", "imports", "torchscript", "lists"] {
         let recording = recording(&format!("snapshot.{format}.pickle"));
         assert_eq!(recording.snapshot, expected(), "{format}");
         assert_eq!((recording.format, recording.compression), (RecordingFormat::TorchSnapshot, None));
@@ -129,7 +129,9 @@ fn every_protocol_and_writer_is_read_alike() {
 #[test]
 fn every_compression_is_read_alike() {
     let plain = common::bytes("snapshot.p4.pickle").len() as u64;
-    for (end, compression) in [("xz", Compression::Xz), ("gz", Compression::Gzip), ("zst", Compression::Zstd)] {
+    for (end, compression) in
+        [("xz", Compression::Xz), ("gz", Compression::Gzip), ("zst", Compression::Zstd), ("bz2", Compression::Bzip2)]
+    {
         let name = format!("snapshot.pickle.{end}");
         let recording = recording(&name);
         assert_eq!(recording.snapshot, expected(), "{end}");
@@ -137,6 +139,40 @@ fn every_compression_is_read_alike() {
         assert_eq!(recording.bytes_decompressed, plain);
         assert_eq!(recording.bytes_read, common::bytes(&name).len() as u64);
     }
+}
+
+#[test]
+fn only_recording_of_an_archive_is_read() {
+    for (name, compression) in [
+        ("snapshot.pt", None),
+        ("snapshot.zip", None),
+        ("snapshot.tar.gz", Some(Compression::Gzip)),
+        ("snapshot.pax.tar.bz2", Some(Compression::Bzip2)),
+    ] {
+        let streamed = recording(name);
+        let from_file = read_file(path(name), &ReadOptions { stacks: true, ..ReadOptions::default() });
+        for recording in [streamed, from_file.expect("readable")] {
+            assert_eq!(recording.snapshot, expected(), "{name}");
+            assert_eq!(recording.compression, compression, "{name}");
+        }
+    }
+    // An archive that was compressed as a whole.
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    packed.write_all(&common::bytes("snapshot.pt")).expect("writing to memory succeeds");
+    let recording = common::read(&packed.finish().expect("writing to memory succeeds")).expect("readable");
+    assert_eq!((recording.snapshot, recording.compression), (expected(), Some(Compression::Gzip)));
+}
+
+#[test]
+fn log_in_an_archive_is_read() {
+    let mut archive = tar::Builder::new(Vec::new());
+    let log = common::bytes("rmm.csv");
+    let mut header = tar::Header::new_ustar();
+    header.set_size(log.len() as u64);
+    archive.append_data(&mut header, "rank0.csv", log.as_slice()).expect("writing to memory succeeds");
+    let recording = common::read(&archive.into_inner().expect("writing to memory succeeds")).expect("readable");
+    assert_eq!(recording.format, RecordingFormat::RmmLog);
+    assert_eq!(recording.snapshot, common::recording("rmm.csv").snapshot);
 }
 
 #[test]
@@ -172,6 +208,25 @@ fn fields_that_older_versions_leave_out_get_defaults() {
     assert_eq!(recording.snapshot.stacks[0][1].line, 70_000);
     let fields = recording.fields;
     assert!(!fields.traces && !fields.segment_pools && !fields.requested_sizes && !fields.block_addresses);
+}
+
+#[test]
+fn history_of_pytorch_2_0_has_no_times() {
+    let recording = recording("torch_2_0.pickle");
+    let stack = Some(StackId(0));
+    let without_time = |action, addr, size| TraceEntry { stack, ..entry(action, addr, size, 0, 0) };
+    assert_eq!(
+        recording.snapshot.traces,
+        [[
+            without_time(Action::SegmentAlloc, BASE, 2 * MIB),
+            without_time(Action::Alloc, BASE, 1000),
+            without_time(Action::Oom, 512, 1 << 40),
+        ]]
+    );
+    let blocks = &recording.snapshot.segments[0].blocks;
+    assert_eq!((blocks[0].stack, blocks[0].requested_size, blocks[1].address), (stack, 1000, BASE + 1024));
+    let fields = recording.fields;
+    assert!(fields.traces && fields.requested_sizes && !fields.times && !fields.trace_pools && !fields.block_addresses);
 }
 
 #[test]

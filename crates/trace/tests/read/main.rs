@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod archives;
 mod damage;
 mod formats;
 mod host_memory;

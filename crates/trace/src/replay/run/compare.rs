@@ -5,6 +5,7 @@ use std::fmt;
 use warpool::memory::{Action, TraceEntry};
 
 use super::device::SegmentAction;
+use crate::replay::has_times;
 use crate::replay::report::Difference;
 
 /// What has been compared so far.
@@ -65,7 +66,7 @@ impl<'a> Comparison<'a> {
             self.first = Some(Difference {
                 device: self.device,
                 event: None,
-                time_us: 0,
+                time_us: None,
                 expected: text(recorded),
                 got: text(got),
             });
@@ -78,7 +79,7 @@ impl<'a> Comparison<'a> {
             self.first = Some(Difference {
                 device: self.device,
                 event: Some(u64::from(event)),
-                time_us: self.events[event as usize].time_us.saturating_sub(start),
+                time_us: has_times(self.events).then(|| self.events[event as usize].time_us.saturating_sub(start)),
                 expected: expected.to_string(),
                 got: got.to_string(),
             });
@@ -110,6 +111,12 @@ mod tests {
         comparison.total("retries", 1, 2);
         let text = comparison.first.unwrap().to_string();
         assert_eq!(text, "event 1 at 1.500 ms: recorded 512 bytes at 0x1000, replayed 0x2000");
+
+        let without_times = events.map(|event| TraceEntry { time_us: 0, ..event });
+        let mut comparison = Comparison::new(0, &without_times);
+        comparison.address(1, 0x1000, 0x2000);
+        let text = comparison.first.unwrap().to_string();
+        assert_eq!(text, "event 1: recorded 512 bytes at 0x1000, replayed 0x2000");
     }
 
     #[test]

@@ -212,7 +212,7 @@ impl Run<'_> {
         Difference {
             device: self.device,
             event: Some(0),
-            time_us: 0,
+            time_us: None,
             expected: "the state before the first event".to_owned(),
             got: format!("nothing, since that state could not be restored ({error})"),
         }
