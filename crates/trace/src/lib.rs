@@ -45,6 +45,7 @@ mod read;
 pub mod replay;
 mod snapshot;
 mod steps;
+mod stop;
 pub mod timeline;
 pub mod tune;
 
@@ -54,3 +55,4 @@ pub use read::{Compression, Progress, ReadError, ReadOptions, Recording, Recordi
 pub use snapshot::{RecordedFields, write_snapshot};
 #[doc(hidden)]
 pub use steps::steps_taken;
+pub use stop::Stop;

@@ -130,6 +130,7 @@ fn explain_file(
         threads: Some(threads_each(files)),
         memory_limit: Some(opened.memory_limit),
         progress: Some(&|progress| show_progress(bar, progress)),
+        ..ExplainOptions::default()
     };
     explain(&opened.recording.snapshot, &options).map_err(|error| replay_error(file, &error))
 }

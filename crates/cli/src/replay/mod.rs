@@ -214,6 +214,7 @@ fn replay_file(
         threads: Some(threads_each(args.files.len())),
         memory_limit: Some(opened.memory_limit),
         progress: Some(&|progress| show_progress(bar, progress)),
+        ..ReplayOptions::default()
     };
     let snapshot = &opened.recording.snapshot;
     let content = match replay_devices(snapshot, &options) {
