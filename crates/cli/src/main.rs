@@ -18,7 +18,6 @@ mod replay;
 mod selftest;
 mod settings;
 mod shell;
-mod size;
 mod soak;
 mod tune;
 mod view;
@@ -27,6 +26,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 use tracing_subscriber::filter::LevelFilter;
+use warpool_report::size;
 
 use output::{CommandError, Output, Verdict};
 use processes::peer;

@@ -17,6 +17,19 @@ pub struct Side {
     pub part: Option<DevicePart>,
 }
 
+/// The same devices of both; with one device in each, these two: ranks use one device each.
+#[must_use]
+pub fn pairs<'a>(before: &'a [Side], after: &'a [Side]) -> Vec<(&'a Side, &'a Side)> {
+    match (before, after) {
+        ([one], [other]) => vec![(one, other)],
+        _ => {
+            let device = |side: &Side| side.explanation.device;
+            let same = |one: &'a Side| Some((one, after.iter().find(|other| device(other) == device(one))?));
+            before.iter().filter_map(same).collect()
+        }
+    }
+}
+
 /// The page of all pairs.
 #[must_use]
 pub fn page(names: [&str; 2], pairs: &[(&Side, &Side)]) -> Page {
@@ -32,18 +45,18 @@ pub fn page(names: [&str; 2], pairs: &[(&Side, &Side)]) -> Page {
             info["name"] = json!(name);
             sides.push(info);
         }
-        let [before, after] = [one, other].map(|side| side.explanation.moment());
+        let [before, after] = [one, other].map(|side| side.explanation.moment().parts.allocated);
         list.push(json!({
             "name": match one.explanation.device == other.explanation.device {
                 true => one.explanation.device.to_string(),
                 false => format!("{} and {}", one.explanation.device, other.explanation.device),
             },
-            "headline": headline(before.parts.allocated, after.parts.allocated),
+            "headline": headline(&one.explanation, &other.explanation),
             "prose": [compared(&one.explanation, &other.explanation)],
             "before": sides[0],
             "after": sides[1],
-            "allocated_before": before.parts.allocated,
-            "allocated_after": after.parts.allocated,
+            "allocated_before": before,
+            "allocated_after": after,
             "changes": changed.into_iter().map(change_object).collect::<Vec<_>>(),
         }));
     }
@@ -51,7 +64,10 @@ pub fn page(names: [&str; 2], pairs: &[(&Side, &Side)]) -> Page {
     Page { manifest: json!({ "title": title, "difference": list }), title, sections }
 }
 
-fn headline(before: u64, after: u64) -> String {
+/// The difference in a few words.
+#[must_use]
+pub fn headline(before: &Explanation, after: &Explanation) -> String {
+    let [before, after] = [before, after].map(|explanation| explanation.moment().parts.allocated);
     match after.abs_diff(before) {
         0 => "The second recording holds as much as the first".to_owned(),
         bytes => {
