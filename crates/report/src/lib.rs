@@ -7,6 +7,7 @@ pub mod diff;
 pub mod explain;
 pub mod replay;
 pub mod size;
+pub mod tune;
 pub mod view;
 
 pub use warpool_trace::bytes_text;

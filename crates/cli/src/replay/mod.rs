@@ -7,7 +7,8 @@ mod rounds;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use warpool::memory::{Backend, BlockState, Lint, Settings, SettingsError, Snapshot, lint};
+use warpool::memory::{Backend, Lint, Settings, SettingsError, lint};
+use warpool_report::replay::{Reading, SegmentTotals, segment_totals};
 use warpool_trace::replay::{
     ADDRESS_ORDERS, AllocatorChoice, ReplayError, ReplayOptions, ReplayReport, replay_devices,
 };
@@ -109,11 +110,7 @@ fn parse_allocator(name: &str) -> std::result::Result<AllocatorChoice, String> {
 /// The result for one file.
 struct Replayed {
     content: Content,
-    /// Reading and decompressing the file.
-    input_seconds: f64,
-    /// Parsing its content.
-    parse_seconds: f64,
-    bytes_decompressed: u64,
+    reading: Reading,
 }
 
 /// What a file has.
@@ -122,15 +119,6 @@ enum Content {
     Reports(Vec<ReplayReport>),
     /// Segments without a history.
     SegmentsOnly(Vec<SegmentTotals>),
-}
-
-/// What the segments of a snapshot tell about one device.
-struct SegmentTotals {
-    device: i32,
-    segments: u64,
-    bytes_reserved: u64,
-    bytes_allocated: u64,
-    bytes_pending: u64,
 }
 
 pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
@@ -227,7 +215,7 @@ fn replay_file(
     };
     let bytes_decompressed = opened.recording.bytes_decompressed;
     let inputs::Opened { input_seconds, parse_seconds, .. } = opened;
-    Ok(Replayed { content, input_seconds, parse_seconds, bytes_decompressed })
+    Ok(Replayed { content, reading: Reading { input_seconds, parse_seconds, bytes_decompressed } })
 }
 
 impl Args {
@@ -240,28 +228,4 @@ impl Args {
             || self.expect_fit
             || self.allocator != AllocatorChoice::default()
     }
-}
-
-/// The totals of each device.
-fn segment_totals(snapshot: &Snapshot) -> Vec<SegmentTotals> {
-    let mut totals: Vec<SegmentTotals> = Vec::new();
-    for segment in &snapshot.segments {
-        let device = segment.device;
-        let at = totals.iter().position(|totals| totals.device == device).unwrap_or_else(|| {
-            let (segments, bytes_reserved, bytes_allocated, bytes_pending) = (0, 0, 0, 0);
-            totals.push(SegmentTotals { device, segments, bytes_reserved, bytes_allocated, bytes_pending });
-            totals.len() - 1
-        });
-        let in_state = |state: BlockState| {
-            let blocks = segment.blocks.iter().filter(move |block| block.state == state);
-            blocks.fold(0, |sum: u64, block| sum.saturating_add(block.size))
-        };
-        let totals = &mut totals[at];
-        totals.segments += 1;
-        totals.bytes_reserved = totals.bytes_reserved.saturating_add(segment.total_size);
-        totals.bytes_allocated = totals.bytes_allocated.saturating_add(in_state(BlockState::ActiveAllocated));
-        totals.bytes_pending = totals.bytes_pending.saturating_add(in_state(BlockState::ActivePendingFree));
-    }
-    totals.sort_unstable_by_key(|totals| totals.device);
-    totals
 }
