@@ -1,5 +1,5 @@
-"""Tests of `warpool.explain`, `diff` and `view`: no PyTorch, no GPU. WARPOOL_ANSWERS_LIBRARY is the path of the shared
-object, WARPOOL_COMMAND that of the command, whose JSON must be the same."""
+"""Tests of `warpool.explain`, `replay`, `tune`, `diff` and `view`: no PyTorch, no GPU. WARPOOL_ANSWERS_LIBRARY is the
+path of the shared object, WARPOOL_COMMAND that of the command, whose JSON must be the same."""
 
 import copy
 import io
@@ -27,6 +27,7 @@ from warpool import _html, _library
 RECORDINGS = Path(__file__).resolve().parents[2] / "recordings"
 COMMAND = os.environ.get("WARPOOL_COMMAND", "")
 SMALL = RECORDINGS / "verdict.fragmentation.pickle.xz"
+TIMES = ("replay_seconds", "run_seconds", "parse_seconds", "input_seconds")
 LARGE = RECORDINGS / "oom_stacks.fraction_6gib.pickle.xz"
 
 
@@ -43,6 +44,11 @@ def command(*arguments: object) -> List[Dict[str, Any]]:
     """The objects that the command prints."""
     done = subprocess.run([COMMAND, *map(str, arguments), "--json"], stdout=subprocess.PIPE, check=False)
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def untimed(found: Dict[str, Any]) -> Dict[str, Any]:
+    """A replay without the times of this machine."""
+    return {key: value for key, value in found.items() if key not in TIMES}
 
 
 def two_devices() -> Dict[str, Any]:
@@ -123,6 +129,27 @@ class SameAsTheCommand(unittest.TestCase):
         expected = command("explain", "--capacity", "200GiB", "--framework", "torchvision", "--orders", "2", LARGE)
         self.assertEqual(found.to_dict(), expected[0])
         self.assertNotEqual(found.to_dict(), warpool.explain(LARGE).to_dict())
+
+    def test_replay_of_every_recording(self) -> None:
+        for path in sorted(RECORDINGS.glob("*.pickle.xz")):
+            with self.subTest(path.name):
+                found = [untimed(each.to_dict()) for each in warpool.replay(path).devices]
+                self.assertEqual(found, [untimed(each) for each in command("replay", path)])
+
+    def test_replay_with_options(self) -> None:
+        found = warpool.replay(SMALL, set={"max_split_size_mb": 64}, capacity="24GiB", orders=3, rounds=2)
+        options = ("--set", "max_split_size_mb:64", "--capacity", "24GiB", "--orders", 3, "--rounds", 2)
+        self.assertEqual(untimed(found.to_dict()), untimed(command("replay", SMALL, *options)[0]))
+        found = warpool.replay(SMALL, settings="expandable_segments:True", allocator="paged")
+        options = ("--settings", "expandable_segments:True", "--allocator", "paged")
+        self.assertEqual(untimed(found.to_dict()), untimed(command("replay", SMALL, *options)[0]))
+
+    def test_tune(self) -> None:
+        other = RECORDINGS / "verdict.limit.pickle.xz"
+        found = warpool.tune(SMALL, other, candidates=["max_split_size_mb:32"], orders=2)
+        expected = command("tune", SMALL, other, "--try", "max_split_size_mb:32", "--orders", 2)
+        self.assertEqual(found.candidates.to_list(), expected)
+        self.assertEqual(found.to_dict()["candidates"], expected)
 
     def test_diff(self) -> None:
         other = RECORDINGS / "verdict.growth.pickle.xz"
@@ -277,6 +304,42 @@ class Answers(unittest.TestCase):
         self.assertIn("All devices", found._repr_html_())
         self.assertEqual(len(warpool.view(given).devices), 2)
         self.assertEqual([each.device for each in warpool.view(given, device=1).devices], [1])
+
+    def test_replay(self) -> None:
+        found = warpool.replay(SMALL)
+        self.assertEqual((found.outcome, found.fits), ("out_of_memory", False))
+        self.assertIn("Tried to allocate 400.00 MiB", str(found))
+        self.assertIn("In force", found._repr_html_())
+        found = warpool.replay(SMALL, set={"expandable_segments": True}, rounds=3)
+        self.assertEqual((found.outcome, found.fits, len(found.rounds)), ("completed", True, 3))
+        self.assertTrue(found.headline.startswith("completed: "), found.headline)
+        for wrong in ({"settings": "nosuch:1"}, {"set": ["a"]}, {"allocator": "x"}, {"rounds": 0}):
+            with self.subTest(wrong), self.assertRaises(warpool.OptionError):
+                warpool.replay(SMALL, **wrong)  # type: ignore[arg-type]
+
+    def test_snapshot_without_a_history(self) -> None:
+        given = {**snapshot(), "device_traces": [[]]}
+        found = warpool.replay(given)
+        self.assertEqual((found.outcome, found.fits), ("no_history", None))
+        self.assertTrue(found.headline.startswith("no history: "), found.headline)
+        self.assertIn("nothing can be replayed", found._repr_html_())
+        self.assertEqual(warpool.explain(given).verdict, "unknown")
+        for function in (warpool.tune, lambda given: warpool.replay(given, capacity="80GiB")):
+            with self.assertRaisesRegex(warpool.InputError, "no device memory events"):
+                function(given)
+
+    def test_tuning(self) -> None:
+        found = warpool.tune(SMALL, orders=1)
+        self.assertEqual(found.headline, found.recommendation)
+        assert found.best is not None
+        self.assertTrue(found.best.fits)
+        self.assertIn("Settings, the best first", found._repr_html_())
+        with self.assertRaises(TypeError):
+            warpool.tune()
+        with self.assertRaises(TypeError):
+            warpool.tune(SMALL, candidates="max_split_size_mb:32")
+        with self.assertRaises(warpool.OptionError):
+            warpool.tune(SMALL, candidates=["nosuch:1"])
 
     def test_difference(self) -> None:
         found = warpool.diff(SMALL, RECORDINGS / "verdict.growth.pickle.xz", page=False)

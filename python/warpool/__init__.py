@@ -1,6 +1,6 @@
 """Warpool for Python: answers about recordings of GPU memory, and PyTorch's allocator.
 
-`warpool.explain`, `warpool.diff` and `warpool.view` are the commands of these names as functions: they take a
+`warpool.explain`, `replay`, `tune`, `diff` and `view` are the commands of these names as functions: they take a
 recording's path, its bytes, or what `torch.cuda.memory._snapshot()` returns. `warpool.torch` makes Warpool PyTorch's
 allocator, `python -m warpool` is the command `warpool`. This module needs neither PyTorch nor a GPU, and loads a shared
 object only when one of its functions is called.
@@ -12,8 +12,8 @@ from ._native import Error, library_path
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from ._answers import Difference, Explanation, Page
-    from ._ask import diff, explain, view
+    from ._answers import Difference, Explanation, Page, Replay, Tuning
+    from ._ask import diff, explain, replay, tune, view
     from ._library import InputError, OptionError
     from ._records import Record, Records
 
@@ -26,17 +26,21 @@ __all__ = [
     "Page",
     "Record",
     "Records",
+    "Replay",
+    "Tuning",
     "__version__",
     "diff",
     "explain",
     "library_path",
+    "replay",
+    "tune",
     "view",
 ]
 
 # Imported by the first use: a training that only enables the allocator need not wait for them.
 _MODULES = {
-    "_answers": ("Difference", "Explanation", "Page"),
-    "_ask": ("diff", "explain", "view"),
+    "_answers": ("Difference", "Explanation", "Page", "Replay", "Tuning"),
+    "_ask": ("diff", "explain", "replay", "tune", "view"),
     "_library": ("InputError", "OptionError"),
     "_records": ("Record", "Records"),
 }

@@ -121,6 +121,79 @@ class Explanation(DeviceAnswer):
         return tables
 
 
+class Replay(DeviceAnswer):
+    """A recorded program on the simulated GPU: `warpool.replay`."""
+
+    __slots__ = ()
+    _TABLE = "rounds"
+
+    devices: "Tuple[Replay, ...]"
+    device: int
+    """The device's number."""
+    outcome: str
+    """`completed`, `out_of_memory`, or `no_history`, for a snapshot of which nothing can be replayed."""
+    peak_live_bytes: int
+    """The most that the program had allocated."""
+    peak_reserved_bytes: int
+    """The most that the allocator had from the driver, in the worst order of addresses."""
+    orders: Record
+    """The result over the orders of addresses: `run`, `fit`, `peak_reserved_bytes_least` and more."""
+    control: Optional[Record]
+    """The same for the recorded program in the same orders, where they matter."""
+    rounds: Records
+    """The runs of the program one after another, if several were asked for."""
+    in_force: Record
+    """What it was replayed with: `settings`, `allocator`, `device_bytes_total` and more."""
+    fidelity: Record
+    """Whether the recorded settings reproduce the recording: `exact` and more."""
+    oom: Optional[Record]
+    """Where it ran out of memory: `event`, `message`, `bytes_requested` and more."""
+    warnings: Sequence[str]
+    """Warnings, in sentences."""
+
+    @property
+    def fits(self) -> Optional[bool]:
+        """Whether nothing ran out of memory, in any order of addresses and any round; None without a history."""
+        if self.outcome == "no_history":
+            return None
+        in_orders = self.outcome == "completed" and self.orders.fit == self.orders.run and not self.get("ooms")
+        return in_orders and all(round.ooms == 0 for round in self.rounds)
+
+    def _tables(self) -> List[str]:
+        sizes = {name: self[name] for name in self if name.endswith("_bytes")}
+        conditions = [{"": name, "value": value} for name, value in self.get("in_force", {}).items()]
+        return [
+            _html.sizes_table("Memory", sizes),
+            _html.records_table("One round after another", self.get("rounds", ())),
+            _html.records_table("In force", conditions),
+        ]
+
+
+class Tuning(Answer):
+    """The settings that serve recorded programs best: `warpool.tune`."""
+
+    __slots__ = ()
+    _TABLE = "candidates"
+
+    candidates: Records
+    """What was replayed, the best first: `name`, `set`, `variable`, `fits`, `peak_reserved_bytes` and more."""
+    recommendation: str
+    """What to set, in a sentence."""
+    exact: bool
+    """Whether replays reproduce all recordings; otherwise the figures are estimates."""
+
+    @property
+    def best(self) -> Optional[Record]:
+        """The best candidate that fits and can be set, which may be the recorded settings; None if nothing fits."""
+        fitting = (found for found in self.candidates if found.fits and not found.lower_bound)
+        return next(fitting, None)
+
+    def _tables(self) -> List[str]:
+        left_out = ("schema_version", "rank", "name", "files", "devices")
+        shown = [{key: row[key] for key in row if key not in left_out} for row in self.candidates]
+        return [_html.records_table("Settings, the best first", shown)]
+
+
 class Difference(DeviceAnswer):
     """What two recordings hold at their moments: `warpool.diff`."""
 
@@ -229,6 +302,33 @@ def explanations(answer: Dict[str, Any]) -> Tuple[Explanation, ...]:
     return with_devices(
         [Explanation(each["object"], each["headline"], each["sentences"]) for each in answer["devices"]]
     )
+
+
+def replays(answer: Dict[str, Any]) -> Tuple[Replay, ...]:
+    """The replays of an answer, by device."""
+    return with_devices([Replay(each["object"], *_replay_words(each["object"])) for each in answer["devices"]])
+
+
+def _replay_words(found: Mapping[str, Any]) -> Tuple[str, List[str]]:
+    """A replay in a few words, and in sentences."""
+    if found["outcome"] == "no_history":
+        reserved, allocated = (_html.size_text(found[name]) for name in ("reserved_bytes", "allocated_bytes"))
+        sentence = "The snapshot has no history, so nothing can be replayed."
+        return f"no history: {reserved} reserved, {allocated} of it allocated", [sentence]
+    reserved, live = (_html.size_text(found[name]) for name in ("peak_reserved_bytes", "peak_live_bytes"))
+    headline = f"{found['outcome'].replace('_', ' ')}: {reserved} reserved for {live} live"
+    orders, fidelity = found["orders"], found["fidelity"]
+    sentences = []
+    if orders["run"] > 1:
+        least, most = (_html.size_text(orders[f"peak_reserved_bytes_{which}"]) for which in ("least", "most"))
+        sentences.append(
+            f"It fits in {orders['fit']} of {orders['run']} address orders, and reserves {least} to {most}."
+        )
+    if found["oom"]:
+        sentences.append(found["oom"]["message"])
+    if fidelity["checked"] and not fidelity["exact"]:
+        sentences.append("With the recorded settings the recording is not reproduced: the figures are estimates.")
+    return headline, [*sentences, *found["warnings"]]
 
 
 def differences(answer: Dict[str, Any], page: Optional[Page]) -> Tuple[Difference, ...]:

@@ -1,4 +1,4 @@
-"""The functions `explain`, `diff` and `view`: the commands of the same names, in this process.
+"""The functions `explain`, `replay`, `tune`, `diff` and `view`: the commands of the same names, in this process.
 
 Options are those of the command; sizes are bytes or texts such as "79.1GiB". Each releases the GIL while it works, may
 be called from several threads at once, and can be interrupted with Ctrl-C.
@@ -7,11 +7,20 @@ be called from several threads at once, and can be interrupted with Ctrl-C.
 from typing import Any, Dict, Iterable, Optional, Sequence, TypeVar, Union
 
 from . import _answers, _library
-from ._answers import Difference, Explanation, Page
-from ._inputs import Recording, Size, count_option, recording_input, size_option, text_list
+from ._answers import Difference, Explanation, Page, Replay, Tuning
+from ._inputs import (
+    Recording,
+    Settings,
+    Size,
+    count_option,
+    recording_input,
+    settings_list,
+    size_option,
+    text_list,
+)
 from ._library import OptionError, Progress
 
-_Found = TypeVar("_Found", Explanation, Difference)
+_Found = TypeVar("_Found", Explanation, Replay, Difference)
 
 
 def explain(
@@ -64,6 +73,96 @@ def explain(
         return _of_device(found, device)
     # The first of equals.
     return max(found, key=lambda each: (each.get("ooms", 0) > 0, each.moment.get("reserved_bytes", 0)))
+
+
+def replay(
+    recording: Recording,
+    *,
+    settings: Optional[Settings] = None,
+    set: Settings = (),
+    allocator: Optional[str] = None,
+    gpu: Optional[str] = None,
+    capacity: Optional[Size] = None,
+    orders: Optional[int] = None,
+    rounds: Optional[int] = None,
+    device: Optional[int] = None,
+    memory_limit: Optional[Size] = None,
+    progress: Optional[Progress] = None,
+) -> Replay:
+    """Replays a recorded program with the real allocators on a simulated GPU, as recorded or with other conditions.
+
+    >>> found = warpool.replay("train.pickle", set={"expandable_segments": True}, capacity="24GiB")
+    >>> found.fits, found.peak_reserved_bytes, found.orders.fit
+
+    Args:
+        recording: As for `explain`.
+        settings: Settings in place of the recorded ones, as in PYTORCH_CUDA_ALLOC_CONF or as a dictionary.
+        set: Settings to change, while the others stay as recorded.
+        allocator: "caching" (PyTorch's), "driver-pool" (the driver's own) or "paged" (Warpool's own).
+        gpu: The card to replay it on, such as "a100-80gb".
+        capacity: Its memory instead.
+        orders: In how many orders of addresses it is replayed, where addresses can matter (16).
+        rounds: How many times the program is run, one after another on the same device.
+        device: The number of the device to tell about. Without it, it is one that ran out of memory, or else the one
+            with the most reserved; `.devices` has all.
+        memory_limit, progress: As for `explain`.
+
+    Raises:
+        As `explain`.
+    """
+    options = {
+        **_device_memory(gpu, capacity),
+        "settings": None if settings is None else ",".join(settings_list("settings", settings)),
+        "set": settings_list("set", set),
+        "allocator": allocator,
+        "orders": count_option("orders", orders),
+        "rounds": count_option("rounds", rounds),
+        "memory_limit": size_option("memory_limit", memory_limit),
+    }
+    answer = _library.answer("replay", options, [recording_input(recording)], progress)
+    found = _answers.replays(answer.json)
+    if device is not None:
+        return _of_device(found, device)
+    return max(found, key=lambda each: (each.fits is False, each.get("peak_reserved_bytes", 0)))
+
+
+def tune(
+    *recordings: Recording,
+    candidates: Iterable[Settings] = (),
+    gpu: Optional[str] = None,
+    capacity: Optional[Size] = None,
+    orders: Optional[int] = None,
+    memory_limit: Optional[Size] = None,
+    progress: Optional[Progress] = None,
+) -> Tuning:
+    """Finds the settings that serve recorded programs best, by replays; with several recordings one setting for all.
+
+    >>> found = warpool.tune("train.pickle")
+    >>> print(found.recommendation, found.best.set)
+    >>> found.to_pandas()
+
+    Args:
+        recordings: One or more, as for `explain`.
+        candidates: Further settings to try, beside those that can have an effect.
+        gpu, capacity: The device, as for `replay`.
+        orders: In how many orders of addresses a candidate is replayed, where addresses can matter (4).
+        memory_limit, progress: As for `explain`.
+
+    Raises:
+        As `explain`.
+    """
+    if not recordings:
+        raise TypeError("tune() needs a recording")
+    if isinstance(candidates, str):
+        raise TypeError("candidates is a list of settings, not a text")
+    options = {
+        **_device_memory(gpu, capacity),
+        "candidates": [",".join(settings_list("candidates", each)) for each in candidates],
+        "orders": count_option("orders", orders),
+        "memory_limit": size_option("memory_limit", memory_limit),
+    }
+    answer = _library.answer("tune", options, [recording_input(each) for each in recordings], progress)
+    return Tuning(answer.json, answer.json["recommendation"])
 
 
 def diff(

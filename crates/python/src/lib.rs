@@ -2,8 +2,9 @@
 //! No CUDA and no Python in it, so one build serves every Python of a platform.
 //!
 //! A caller makes a *call* ([`abi`]), runs it with a request, reads the answer and frees it. The request is JSON: a
-//! command (`explain`, `diff`, `view`) and its options, named as those of the command line; recordings are paths, or
-//! bytes in memory. The answer is JSON with the same objects as the command's `--json`, and for pages also HTML.
+//! command (`explain`, `replay`, `tune`, `diff`, `view`) and its options, named as those of the command line;
+//! recordings are paths, or bytes in memory. The answer is JSON with the same objects as the command's `--json`, and
+//! for pages also HTML.
 //!
 //! # Guarantees to callers
 //! - A call may be run on any thread, and many at once. While it runs, other threads may ask for its progress, or stop

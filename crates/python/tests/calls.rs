@@ -47,6 +47,35 @@ fn file_and_its_bytes_give_the_same_answer() {
 }
 
 #[test]
+fn replay_answers_what_if() {
+    let source = [Source::Path(recording("verdict.fragmentation"))];
+    let (answer, _) = ask("replay", json!({}), &source);
+    assert_eq!(answer["devices"][0]["object"]["outcome"], "out_of_memory");
+    let what_if = json!({ "set": ["expandable_segments:True"], "capacity": "24GiB", "orders": 2, "rounds": 3 });
+    let (answer, _) = ask("replay", what_if, &source);
+    let object = &answer["devices"][0]["object"];
+    assert_eq!(object["outcome"], "completed");
+    assert_eq!(object["in_force"]["device_bytes_total"], 24_u64 << 30);
+    assert_eq!(object["rounds"].as_array().map(Vec::len), Some(3));
+    let wrong = |options: Value| error("replay", options, &source);
+    assert!(wrong(json!({ "settings": "nosuch:1" })).1.starts_with("settings: "));
+    assert!(wrong(json!({ "set": ["backend:paged"] })).1.contains("choose it with allocator=\"paged\""));
+    assert!(wrong(json!({ "allocator": "jemalloc" })).1.contains("one of caching, driver-pool, paged"));
+}
+
+#[test]
+fn tune_ranks_candidates_for_all_recordings() {
+    let sources = ["verdict.fragmentation", "verdict.limit"].map(|name| Source::Path(recording(name)));
+    let (answer, _) = ask("tune", json!({ "orders": 1, "candidates": ["max_split_size_mb:32"] }), &sources);
+    let candidates = answer["candidates"].as_array().expect("a list");
+    assert!(candidates.iter().any(|candidate| candidate["set"] == "max_split_size_mb:32"), "{answer}");
+    assert_eq!(candidates[0]["rank"], 0);
+    assert_eq!(candidates[0]["files"].as_array().map(Vec::len), Some(2));
+    assert!(answer["recommendation"].as_str().is_some_and(|sentence| sentence.ends_with('.')));
+    assert_eq!(error("tune", json!({ "candidates": ["nosuch:1"] }), &sources).0, "option");
+}
+
+#[test]
 fn pages_come_beside_their_objects() {
     let [one, other] = ["verdict.growth", "verdict.limit"].map(|name| Source::Path(recording(name)));
     let (answer, page) = ask("view", json!({ "device": 0 }), std::slice::from_ref(&one));

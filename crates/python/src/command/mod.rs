@@ -2,6 +2,8 @@
 
 mod diff;
 mod explain;
+mod replay;
+mod tune;
 mod view;
 
 use crate::answer::Answer;
@@ -14,6 +16,8 @@ use crate::work::Work;
 pub fn answer(command: &str, options: Options, sources: &[Source<'_>], work: &Work) -> Result<Answer> {
     match (command, sources) {
         ("explain", [source]) => explain::answer(options, source, work),
+        ("replay", [source]) => replay::answer(options, source, work),
+        ("tune", [_, ..]) => tune::answer(options, sources, work),
         ("diff", [before, after]) => diff::answer(options, [before, after], work),
         ("view", [source]) => view::answer(options, source, work),
         _ => {
