@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -349,6 +350,18 @@ class Answers(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "page=True"):
             found.save("page.html")
         self.assertIn("What changed", found._repr_html_())
+
+
+class Readme(unittest.TestCase):
+    def test_example_shows_what_it_says(self) -> None:
+        text = (RECORDINGS.parent / "python" / "README.md").read_text(encoding="utf-8")
+        example = text.split("## Answers about recordings\n")[1].split("```python\n")[1].split("```")[0]
+        names: Dict[str, Any] = {}
+        example = example.replace('"recordings/', f'"{RECORDINGS}/')
+        exec("\n".join(line for line in example.splitlines() if line.startswith(("import", "found = "))), names)
+        shown = re.findall(r"^(found\.\S+) +# ('.*')$", example, re.MULTILINE)
+        self.assertEqual([repr(eval(value, names)) for value, _ in shown], [expected for _, expected in shown])
+        self.assertEqual(len(shown), 3)
 
 
 class Pandas(unittest.TestCase):
