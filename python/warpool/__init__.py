@@ -1,10 +1,61 @@
-"""Warpool for Python: finds and loads the shared object libwarpool_torch.so.
+"""Warpool for Python: answers about recordings of GPU memory, and PyTorch's allocator.
 
-`warpool.torch` makes Warpool PyTorch's allocator, `python -m warpool` is the command `warpool`; this module needs
-neither PyTorch nor a GPU.
+`warpool.explain`, `replay`, `tune`, `diff` and `view` are the commands of these names as functions: they take a
+recording's path, its bytes, or what `torch.cuda.memory._snapshot()` returns. `warpool.torch` makes Warpool PyTorch's
+allocator, `python -m warpool` is the command `warpool`. This module needs neither PyTorch nor a GPU, and loads a shared
+object only when one of its functions is called.
 """
+
+from typing import TYPE_CHECKING, Any, List
 
 from ._native import Error, library_path
 from ._version import __version__
 
-__all__ = ["Error", "__version__", "library_path"]
+if TYPE_CHECKING:
+    from ._answers import Difference, Explanation, Page, Replay, Tuning
+    from ._ask import diff, explain, replay, tune, view
+    from ._library import InputError, OptionError
+    from ._records import Record, Records
+
+__all__ = [
+    "Difference",
+    "Error",
+    "Explanation",
+    "InputError",
+    "OptionError",
+    "Page",
+    "Record",
+    "Records",
+    "Replay",
+    "Tuning",
+    "__version__",
+    "diff",
+    "explain",
+    "library_path",
+    "replay",
+    "tune",
+    "view",
+]
+
+# Imported by the first use: a training that only enables the allocator need not wait for them.
+_MODULES = {
+    "_answers": ("Difference", "Explanation", "Page", "Replay", "Tuning"),
+    "_ask": ("diff", "explain", "replay", "tune", "view"),
+    "_library": ("InputError", "OptionError"),
+    "_records": ("Record", "Records"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    for module, names in _MODULES.items():
+        if name in names:
+            found = getattr(importlib.import_module(f".{module}", __name__), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> List[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Adds the compiled files to the wheel: libwarpool_torch.so, the command `warpool`, and backends for PyTorch.
+"""Adds the compiled files to the wheel: the shared objects, the command `warpool`, and backends for PyTorch.
 
 `scripts/wheel` compiles them ahead and names their folder in WARPOOL_WHEEL_FILES. Without it (`pip install ./python`)
 they are compiled here by cargo, for this machine and without backends: `enable()` builds the one that it needs.
@@ -14,7 +14,7 @@ from typing import Any, Dict
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_LIBRARY = "libwarpool_torch.so"
+_LIBRARIES = ("libwarpool_torch.so", "libwarpool_answers.so")
 
 
 class CompiledFiles(BuildHookInterface):
@@ -36,7 +36,8 @@ class CompiledFiles(BuildHookInterface):
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
         build_data["shared_scripts"][str(files / "warpool")] = "warpool"
-        build_data["force_include"][str(files / _LIBRARY)] = f"warpool/{_LIBRARY}"
+        for library in _LIBRARIES:
+            build_data["force_include"][str(files / library)] = f"warpool/{library}"
         for backend in sorted((files / "backends").glob("*.so")) if named else ():
             build_data["force_include"][str(backend)] = f"warpool/backends/{backend.name}"
 
@@ -48,7 +49,8 @@ class CompiledFiles(BuildHookInterface):
 
 def _cargo_build(workspace: Path) -> Path:
     """Compiles for this machine; returns the folder of the results."""
-    command = ["cargo", "build", "--release", "--package", "warpool-torch", "--package", "warpool-cli"]
+    packages = ("warpool-torch", "warpool-python", "warpool-cli")
+    command = ["cargo", "build", "--release", *(part for name in packages for part in ("--package", name))]
     subprocess.run(command, cwd=workspace, check=True)
     metadata = subprocess.run(
         ["cargo", "metadata", "--no-deps", "--format-version", "1"], cwd=workspace, check=True, stdout=subprocess.PIPE

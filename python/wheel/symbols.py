@@ -105,7 +105,8 @@ def main() -> int:
                 found += violations(name, content, arguments.reference, arguments.unstripped)
     if "manylinux_2_28" not in arguments.wheel.name:
         found.append(f"{arguments.wheel.name} does not have the tag manylinux_2_28")
-    for expected in ("warpool/libwarpool_torch.so", f"{_name(arguments.wheel)}.data/scripts/warpool"):
+    libraries = ("warpool/libwarpool_torch.so", "warpool/libwarpool_answers.so")
+    for expected in (*libraries, f"{_name(arguments.wheel)}.data/scripts/warpool"):
         if expected not in compiled:
             found.append(f"{arguments.wheel.name} has no {expected}")
     for line in found:

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use serde_json::json;
-use warpool_report::diff::{Side, compared, object, page};
+use warpool_report::diff::{Side, compared, object, page, pairs};
+use warpool_report::moment;
 use warpool_report::view::{BYTES_MAX, DevicePart, device_parts};
 use warpool_trace::Category;
 use warpool_trace::diff::{ChangeKind, HolderChange, category_changes, diff};
@@ -14,7 +15,6 @@ use warpool_trace::timeline::{Timeline, TimelineOptions, timelines};
 
 use crate::files::short_names;
 use crate::inputs::{self, in_parallel, replay_error, show_progress};
-use crate::moment;
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
 
@@ -99,18 +99,6 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
         output.line(format!("{}: {}", output::printable(&to.display().to_string()), size::format(bytes)))?;
     }
     Ok(Verdict::Success)
-}
-
-/// The same devices of both; with one device in each, these two: ranks use one device each.
-fn pairs<'a>(before: &'a [Side], after: &'a [Side]) -> Vec<(&'a Side, &'a Side)> {
-    match (before, after) {
-        ([one], [other]) => vec![(one, other)],
-        _ => {
-            let device = |side: &Side| side.explanation.device;
-            let same = |one: &'a Side| Some((one, after.iter().find(|other| device(other) == device(one))?));
-            before.iter().filter_map(same).collect()
-        }
-    }
 }
 
 fn sides(file: &Path, args: &Args, bar: &ProgressBar) -> std::result::Result<Vec<Side>, String> {

@@ -14,14 +14,12 @@ mod fitting;
 mod foreign;
 mod info;
 mod inputs;
-mod moment;
 mod output;
 mod processes;
 mod replay;
 mod selftest;
 mod settings;
 mod shell;
-mod size;
 mod soak;
 mod tune;
 mod view;
@@ -30,6 +28,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 use tracing_subscriber::filter::LevelFilter;
+use warpool_report::size;
 
 use output::{CommandError, Output, Verdict};
 use processes::peer;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde_json::{Value, json};
+use warpool_report::tune::{best, margin, object, recommendation};
 use warpool_trace::RecordingFormat;
 use warpool_trace::replay::{DeviceReplay, DeviceReplays, ReplayOptions};
 use warpool_trace::tune::{Candidate, TrialOptions, Tuned, candidates, tune};
@@ -182,27 +182,6 @@ fn how_to(candidate: &Candidate) -> String {
     }
 }
 
-/// The best that can be set and fits.
-fn best(tuned: &[Tuned]) -> Option<&Tuned> {
-    tuned.iter().find(|tuned| tuned.fits() && !tuned.candidate.is_lower_bound)
-}
-
-fn recommendation(tuned: &[Tuned]) -> String {
-    let recorded = tuned.iter().find(|tuned| tuned.candidate.is_recorded());
-    let Some(best) = best(tuned) else { return "Nothing that was tried fits.".to_owned() };
-    let Some(recorded) = recorded.filter(|_| !best.candidate.is_recorded()) else {
-        return "The recorded settings serve best.".to_owned();
-    };
-    let (now, before) = (best.peak_reserved_bytes(), recorded.peak_reserved_bytes());
-    let seconds = best.driver_seconds() - recorded.driver_seconds();
-    let time = format!("{:.3} s {} in driver calls", seconds.abs(), if seconds < 0.0 { "less" } else { "more" });
-    let reserves = match recorded.fits() {
-        true => format!("reserves {} instead of {}", size::format(now), size::format(before)),
-        false => format!("fits with {}, where the recorded settings do not fit", size::format(now)),
-    };
-    format!("Recommended: it {reserves}, with {time}.")
-}
-
 fn fits(tuned: &Tuned) -> String {
     let (fit, run) =
         tuned.reports.iter().fold((0, 0), |(fit, run), report| (fit + report.orders.fit, run + report.orders.run));
@@ -211,41 +190,6 @@ fn fits(tuned: &Tuned) -> String {
         (0, _) => "no".to_owned(),
         (fit, run) => format!("{fit} of {run} orders"),
     }
-}
-
-/// The least that stays unreserved.
-fn margin(tuned: &Tuned) -> Option<u64> {
-    let margins =
-        tuned.reports.iter().map(|report| report.orders.margin_bytes_least.filter(|_| report.orders.all_fit()));
-    margins.collect::<Option<Vec<u64>>>()?.into_iter().min()
-}
-
-fn object(rank: usize, tuned: &Tuned, files: &[PathBuf]) -> Value {
-    json!({
-        "rank": rank,
-        "name": tuned.candidate.name,
-        "set": tuned.candidate.set,
-        "variable": tuned.candidate.variable,
-        "recorded": tuned.candidate.is_recorded(),
-        "lower_bound": tuned.candidate.is_lower_bound,
-        "fits": tuned.fits(),
-        "margin_bytes": margin(tuned),
-        "peak_reserved_bytes": tuned.peak_reserved_bytes(),
-        "driver_seconds_modelled": tuned.driver_seconds(),
-        "apply": tuned.candidate.apply(),
-        "smallest_device_bytes": tuned.smallest_device.map(|device| device.bytes),
-        "smallest_device_tolerance_bytes": tuned.smallest_device.map(|device| device.tolerance_bytes),
-        "files": files.iter().map(|file| file.to_string_lossy()).collect::<Vec<_>>(),
-        "devices": tuned.reports.iter().map(|report| json!({
-            "device": report.device,
-            "orders_run": report.orders.run,
-            "orders_fit": report.orders.fit,
-            "peak_reserved_bytes_least": report.orders.peak_reserved_bytes_least,
-            "peak_reserved_bytes_most": report.orders.peak_reserved_bytes_most,
-            "peak_live_bytes": report.peak_live_bytes,
-            "retries": report.retries,
-        })).collect::<Vec<_>>(),
-    })
 }
 
 /// A progress bar among those that Ctrl-C removes.

@@ -18,6 +18,19 @@ pub struct Side {
     pub part: Option<DevicePart>,
 }
 
+/// The same devices of both; with one device in each, these two: ranks use one device each.
+#[must_use]
+pub fn pairs<'a>(before: &'a [Side], after: &'a [Side]) -> Vec<(&'a Side, &'a Side)> {
+    match (before, after) {
+        ([one], [other]) => vec![(one, other)],
+        _ => {
+            let device = |side: &Side| side.explanation.device;
+            let same = |one: &'a Side| Some((one, after.iter().find(|other| device(other) == device(one))?));
+            before.iter().filter_map(same).collect()
+        }
+    }
+}
+
 /// The page of all pairs.
 #[must_use]
 pub fn page(names: [&str; 2], pairs: &[(&Side, &Side)]) -> Page {
@@ -55,7 +68,8 @@ pub fn page(names: [&str; 2], pairs: &[(&Side, &Side)]) -> Page {
 }
 
 /// How much more or less is allocated and reserved, in a sentence.
-fn headline(before: &Explanation, after: &Explanation) -> String {
+#[must_use]
+pub fn headline(before: &Explanation, after: &Explanation) -> String {
     let by = |before: u64, after: u64, what: &str| match after.abs_diff(before) {
         0 => format!("as much {what}"),
         bytes => format!("{} {} {what}", text(bytes), if after > before { "more" } else { "less" }),

@@ -5,7 +5,10 @@
 
 pub mod diff;
 pub mod explain;
+pub mod moment;
 pub mod replay;
+pub mod size;
+pub mod tune;
 pub mod view;
 
 pub use warpool_trace::bytes_text;

@@ -1,10 +1,14 @@
 //! How much memory reading and replaying a recording may take. The content of a file decides what is allocated, so
 //! everything that grows with it is counted here before it grows; beyond the limit there is an error, never an abort.
 //!
+//! Whoever works within a budget also learns from it that the work is to stop.
+//!
 //! Counted are estimates, chosen not to be exceeded: `tests/memory` compares them with a counting allocator.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use crate::Stop;
 
 /// Memory that is allowed for any recording: enough for the window of a decompressor and a simulated device.
 const BASE: u64 = 256 << 20;
@@ -26,7 +30,10 @@ pub(crate) struct Exceeded;
 
 /// An account of memory, shared by all that take from it, on any thread.
 #[derive(Clone, Debug)]
-pub(crate) struct Budget(Arc<Account>);
+pub(crate) struct Budget {
+    account: Arc<Account>,
+    stop: Stop,
+}
 
 #[derive(Debug)]
 struct Account {
@@ -43,28 +50,39 @@ impl Budget {
     pub(crate) fn new(limit: Option<u64>) -> Self {
         let (limit, grows) = (limit.unwrap_or(BASE), limit.is_none());
         let (taken, exceeded) = (AtomicU64::new(0), AtomicBool::new(false));
-        Self(Arc::new(Account { limit: AtomicU64::new(limit), grows, taken, exceeded }))
+        let account = Arc::new(Account { limit: AtomicU64::new(limit), grows, taken, exceeded });
+        Self { account, stop: Stop::default() }
+    }
+
+    /// The same, for work that this can stop.
+    pub(crate) fn with_stop(self, stop: &Stop) -> Self {
+        Self { stop: stop.clone(), ..self }
+    }
+
+    /// Whether the work is to stop.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stop.is_stopped()
     }
 
     /// So many bytes of the recording were read and not skipped.
     pub(crate) fn set_bytes_needed(&self, bytes: u64) {
-        if self.0.grows {
-            self.0.limit.store(default_memory_limit(bytes), Ordering::Relaxed);
+        if self.account.grows {
+            self.account.limit.store(default_memory_limit(bytes), Ordering::Relaxed);
         }
     }
 
     pub(crate) fn limit(&self) -> u64 {
-        self.0.limit.load(Ordering::Relaxed)
+        self.account.limit.load(Ordering::Relaxed)
     }
 
     /// What is left of it.
     pub(crate) fn left(&self) -> u64 {
-        self.limit().saturating_sub(self.0.taken.load(Ordering::Relaxed))
+        self.limit().saturating_sub(self.account.taken.load(Ordering::Relaxed))
     }
 
     /// Whether more was asked for than there is. It stays so.
     pub(crate) fn is_exceeded(&self) -> bool {
-        self.0.exceeded.load(Ordering::Relaxed)
+        self.account.exceeded.load(Ordering::Relaxed)
     }
 
     /// Fails if more was asked for than there is.
@@ -77,10 +95,10 @@ impl Budget {
     pub(crate) fn take(&self, bytes: u64) -> Result<(), Exceeded> {
         let limit = self.limit();
         let with = |taken: u64| taken.checked_add(bytes).filter(|&taken| taken <= limit);
-        match self.0.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with) {
+        match self.account.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, with) {
             Ok(_) => Ok(()),
             Err(_) => {
-                self.0.exceeded.store(true, Ordering::Relaxed);
+                self.account.exceeded.store(true, Ordering::Relaxed);
                 Err(Exceeded)
             }
         }
@@ -89,7 +107,7 @@ impl Budget {
     fn give_back(&self, bytes: u64) {
         let without = |taken: u64| Some(taken.saturating_sub(bytes));
         // It always succeeds.
-        let _ = self.0.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, without);
+        let _ = self.account.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, without);
     }
 
     /// Makes room for one more element, and counts what that takes: while a vector grows, the old one exists too.

@@ -48,6 +48,7 @@ pub mod replay;
 mod snapshot;
 pub mod stacks;
 mod steps;
+mod stop;
 pub mod timeline;
 pub mod tune;
 
@@ -57,3 +58,4 @@ pub use read::{Archive, Compression, Progress, ReadError, ReadOptions, Recording
 pub use snapshot::{RecordedFields, write_snapshot};
 #[doc(hidden)]
 pub use steps::steps_taken;
+pub use stop::Stop;

@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
 use warpool_report::explain::object;
+use warpool_report::moment;
 use warpool_trace::RecordingFormat;
 use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, MomentChoice, explain};
 
 use crate::capacity::CapacityArgs;
 use crate::files::{expand_folders, short_names};
 use crate::inputs::{self, in_parallel, replay_error, show_progress, threads_each};
-use crate::moment;
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
 
@@ -141,6 +141,7 @@ fn explain_file(
         threads: Some(threads_each(files)),
         memory_limit: Some(opened.memory_limit),
         progress: Some(&|progress| show_progress(bar, progress)),
+        ..ExplainOptions::default()
     };
     explain(&opened.recording.snapshot, &options).map_err(|error| replay_error(file, &error))
 }

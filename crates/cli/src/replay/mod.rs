@@ -7,7 +7,8 @@ mod rounds;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use warpool::memory::{Backend, BlockState, Lint, Settings, SettingsError, Snapshot, lint};
+use warpool::memory::{Backend, Lint, Settings, SettingsError, lint};
+use warpool_report::replay::{Reading, SegmentTotals, segment_totals};
 use warpool_trace::RecordingFormat;
 use warpool_trace::replay::{
     ADDRESS_ORDERS, AllocatorChoice, ReplayError, ReplayOptions, ReplayReport, replay_devices,
@@ -116,12 +117,7 @@ fn parse_allocator(name: &str) -> std::result::Result<AllocatorChoice, String> {
 /// The result for one file.
 struct Replayed {
     content: Content,
-    /// Reading and decompressing the file.
-    input_seconds: f64,
-    /// Parsing its content.
-    parse_seconds: f64,
-    bytes_decompressed: u64,
-    format: RecordingFormat,
+    reading: Reading,
 }
 
 /// What a file has.
@@ -130,15 +126,6 @@ enum Content {
     Reports(Vec<ReplayReport>),
     /// Segments without a history.
     SegmentsOnly(Vec<SegmentTotals>),
-}
-
-/// What the segments of a snapshot tell about one device.
-struct SegmentTotals {
-    device: i32,
-    segments: u64,
-    bytes_reserved: u64,
-    bytes_allocated: u64,
-    bytes_pending: u64,
 }
 
 pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
@@ -222,6 +209,7 @@ fn replay_file(
         threads: Some(threads_each(args.files.len())),
         memory_limit: Some(opened.memory_limit),
         progress: Some(&|progress| show_progress(bar, progress)),
+        ..ReplayOptions::default()
     };
     let snapshot = &opened.recording.snapshot;
     let format = opened.recording.format;
@@ -239,7 +227,7 @@ fn replay_file(
     };
     let bytes_decompressed = opened.recording.bytes_decompressed;
     let inputs::Opened { input_seconds, parse_seconds, .. } = opened;
-    Ok(Replayed { content, input_seconds, parse_seconds, bytes_decompressed, format })
+    Ok(Replayed { content, reading: Reading { input_seconds, parse_seconds, bytes_decompressed, format } })
 }
 
 impl Args {
@@ -252,28 +240,4 @@ impl Args {
             || self.expect_fit
             || self.allocator != AllocatorChoice::default()
     }
-}
-
-/// The totals of each device.
-fn segment_totals(snapshot: &Snapshot) -> Vec<SegmentTotals> {
-    let mut totals: Vec<SegmentTotals> = Vec::new();
-    for segment in &snapshot.segments {
-        let device = segment.device;
-        let at = totals.iter().position(|totals| totals.device == device).unwrap_or_else(|| {
-            let (segments, bytes_reserved, bytes_allocated, bytes_pending) = (0, 0, 0, 0);
-            totals.push(SegmentTotals { device, segments, bytes_reserved, bytes_allocated, bytes_pending });
-            totals.len() - 1
-        });
-        let in_state = |state: BlockState| {
-            let blocks = segment.blocks.iter().filter(move |block| block.state == state);
-            blocks.fold(0, |sum: u64, block| sum.saturating_add(block.size))
-        };
-        let totals = &mut totals[at];
-        totals.segments += 1;
-        totals.bytes_reserved = totals.bytes_reserved.saturating_add(segment.total_size);
-        totals.bytes_allocated = totals.bytes_allocated.saturating_add(in_state(BlockState::ActiveAllocated));
-        totals.bytes_pending = totals.bytes_pending.saturating_add(in_state(BlockState::ActivePendingFree));
-    }
-    totals.sort_unstable_by_key(|totals| totals.device);
-    totals
 }

@@ -4,16 +4,15 @@ use std::io;
 use std::path::Path;
 
 use comfy_table::Table;
-use serde_json::{Value, json};
-use warpool_report::replay::in_force_object;
+use warpool_report::replay::{SegmentTotals, advice, object, segments_object};
 use warpool_trace::RecordingFormat;
 use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::replay::{
     AddressOrders, AllocatorChoice, Fidelity, InForce, Inferences, LimitOrigin, Outcome, ReplayReport, Steady,
 };
 
-use super::rounds::{self, RoundTable};
-use super::{Args, Content, Replayed, SegmentTotals};
+use super::rounds::RoundTable;
+use super::{Args, Content, Replayed};
 use crate::output::{self, Output};
 use crate::size;
 
@@ -70,8 +69,8 @@ impl ReplayTable {
                 for report in reports {
                     let name =
                         if reports.len() == 1 { name.to_owned() } else { format!("{name} GPU {}", report.device) };
-                    output.object(&object(file, replayed, report))?;
-                    self.add_report(&name, report, replayed.format);
+                    output.object(&object(file, &replayed.reading, report))?;
+                    self.add_report(&name, report, replayed.reading.format);
                 }
             }
             Content::SegmentsOnly(devices) => {
@@ -387,135 +386,4 @@ fn remarks(report: &ReplayReport, is_what_if: bool, format: RecordingFormat) -> 
     }
     remarks.extend(inferred.remarks.iter().cloned());
     remarks
-}
-
-/// The message of an out-of-memory error. Where the limit stands for a full device, settings cannot raise it.
-fn advice(message: &str, report: &ReplayReport, format: RecordingFormat) -> String {
-    const RAISE: &str =
-        "raise the lower of the memory fraction and memory_cap_mb (without a limit: fraction 1.0 and no cap)";
-    // Settings of PyTorch are nothing that a program with RMM could change.
-    let message = match format {
-        RecordingFormat::RmmLog => message.replace(": set expandable_segments:True to avoid that.", "."),
-        RecordingFormat::TorchSnapshot => message.to_owned(),
-    };
-    let message = match report.in_force.device_bytes_total {
-        Some(_) => message,
-        None => without_device(&message),
-    };
-    match report.in_force.limit_origin {
-        LimitOrigin::RecordedDeviceFull => message.replace(RAISE, "that is all that the recorded device had"),
-        _ => message.replace(
-            RAISE,
-            "to lift it, --set per_process_memory_fraction:1.0, in the program set_per_process_memory_fraction(1.0)",
-        ),
-    }
-}
-
-/// The message without what it says about the device: an unknown one is simulated with more memory than it had.
-fn without_device(message: &str) -> String {
-    let mut message = message.to_owned();
-    for (begins, ends) in
-        [(" GPU ", " is free."), (". ", " is held by others (contexts, other libraries, other processes)")]
-    {
-        let Some(end) = message.find(ends) else { continue };
-        if let Some(start) = message[..end].rfind(begins) {
-            message.replace_range(start..end + ends.len(), "");
-        }
-    }
-    message
-}
-
-fn segments_object(file: &Path, totals: &SegmentTotals) -> Value {
-    json!({
-        "file": file.to_string_lossy(),
-        "device": totals.device,
-        "outcome": "no_history",
-        "segments": totals.segments,
-        "reserved_bytes": totals.bytes_reserved,
-        "allocated_bytes": totals.bytes_allocated,
-        "pending_bytes": totals.bytes_pending,
-    })
-}
-
-fn orders_object(orders: &AddressOrders) -> Value {
-    json!({
-        "run": orders.run,
-        "fit": orders.fit,
-        "peak_reserved_bytes_least": orders.peak_reserved_bytes_least,
-        "peak_reserved_bytes_most": orders.peak_reserved_bytes_most,
-        "margin_bytes_least": orders.margin_bytes_least,
-    })
-}
-
-fn object(file: &Path, replayed: &Replayed, report: &ReplayReport) -> Value {
-    let Replayed { input_seconds, parse_seconds, bytes_decompressed, .. } = replayed;
-    let Fidelity { checked, exact, addresses_equal, addresses_total, .. } = &report.fidelity;
-    let inferred = &report.inferred;
-    json!({
-        "file": file.to_string_lossy(),
-        "device": report.device,
-        "events": report.events,
-        "allocations": report.allocations,
-        "outcome": report.outcome.name(),
-        "peak_live_bytes": report.peak_live_bytes,
-        "peak_reserved_bytes": report.peak_reserved_bytes,
-        "segments_allocated": report.segments_allocated,
-        "retries": report.retries,
-        "ooms": report.ooms,
-        "driver_calls": report.driver_calls,
-        "forced_syncs": report.forced_syncs,
-        "driver_seconds_modelled": report.driver_seconds_modelled,
-        "recorded_seconds": report.recorded_seconds,
-        "steady": report.steady.map(|steady| json!({
-            "recorded_seconds": steady.recorded_seconds,
-            "driver_calls": steady.driver_calls,
-            "driver_seconds_modelled": steady.driver_seconds_modelled,
-            "remap_seconds_modelled": steady.remap_seconds_modelled,
-            "bytes_remapped": steady.bytes_remapped,
-        })),
-        "replay_seconds": report.replay_seconds,
-        "run_seconds": report.run_seconds,
-        "parse_seconds": parse_seconds,
-        "input_seconds": input_seconds,
-        "bytes_decompressed": bytes_decompressed,
-        "fidelity": {
-            "checked": checked,
-            "exact": exact,
-            "addresses_equal": addresses_equal,
-            "addresses_total": addresses_total,
-            "recorded_peak_reserved_bytes": report.fidelity.recorded_peak_reserved_bytes,
-            "recorded_segments_allocated": report.fidelity.recorded_segments_allocated,
-            "first_difference": report.fidelity.first_difference.as_ref().map(ToString::to_string),
-        },
-        "oom": match &report.outcome {
-            Outcome::Completed => Value::Null,
-            Outcome::OutOfMemory { event, report: oom } => json!({
-                "event": event,
-                "message": advice(&oom.to_string(), report, replayed.format),
-                "bytes_requested": oom.bytes_requested,
-                "bytes_segment": oom.bytes_segment,
-            }),
-        },
-        "orders": orders_object(&report.orders),
-        "rounds": rounds::list(&report.rounds),
-        "control": report.control.as_ref().map(orders_object),
-        "in_force": in_force_object(&report.in_force),
-        "inferred": {
-            "cap_bytes": inferred.memory_limit.map(|limit| limit.used),
-            "cap_at_least_bytes": inferred.memory_limit.map(|limit| limit.at_least),
-            "cap_below_bytes": inferred.memory_limit.map(|limit| limit.below),
-            "device_had_bytes_least": inferred.memory_limit.and_then(|limit| limit.device_had).map(|had| had.0),
-            "device_had_bytes_most": inferred.memory_limit.and_then(|limit| limit.device_had).map(|had| had.1),
-            "device_full": inferred.memory_limit.is_some_and(|limit| limit.device_full),
-            "free_block_order": inferred.free_block_order.name(),
-            "pools_recorded": inferred.pools_recorded.iter().map(ToString::to_string).collect::<Vec<_>>(),
-            "pools_inferred": inferred.pools_inferred,
-            "segments_inferred": inferred.segments_inferred,
-            "segments_assumed": inferred.segments_assumed,
-            "bytes_unknown_origin": inferred.bytes_unknown_origin,
-            "bytes_reserved_at_start": inferred.bytes_reserved_at_start,
-            "notes": inferred.remarks,
-        },
-        "warnings": report.warnings,
-    })
 }

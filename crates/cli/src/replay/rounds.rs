@@ -1,9 +1,8 @@
-//! The rounds of a program that was run several times: some of them in a table, all of them in JSON.
+//! The rounds of a program that was run several times, some of them in a table.
 
 use std::io;
 
 use comfy_table::Table;
-use serde_json::{Value, json};
 use warpool_trace::replay::Round;
 
 use crate::output::{self, Output};
@@ -51,15 +50,4 @@ impl RoundTable {
 fn is_shown(number: usize) -> bool {
     let power = number.checked_ilog10().map_or(1, |digits| 10_usize.pow(digits));
     number.is_multiple_of(power) && matches!(number / power, 1 | 2 | 5)
-}
-
-pub fn list(rounds: &[Round]) -> Value {
-    let object = |round: &Round| {
-        json!({
-            "peak_live_bytes": round.peak_live_bytes,
-            "peak_reserved_bytes": round.peak_reserved_bytes,
-            "ooms": round.ooms,
-        })
-    };
-    rounds.iter().map(object).collect()
 }

@@ -39,6 +39,7 @@ pub use moment::{FailedRequest, Moment, MomentChoice, MomentKind, Peak, Peaks};
 pub use parts::Parts;
 pub use verdict::Verdict;
 
+use crate::Stop;
 use crate::bytes_text::text;
 use crate::cards::{DeviceMemory, DeviceOrigin};
 use crate::category::Categories;
@@ -74,6 +75,8 @@ pub struct ExplainOptions<'a> {
     pub memory_limit: Option<u64>,
     /// Called now and then while the recording is replayed.
     pub progress: Option<&'a dyn Fn(ReplayProgress)>,
+    /// Ends it early: see [`ReplayOptions::stop`].
+    pub stop: Stop,
 }
 
 /// What is explained about one device.
@@ -161,8 +164,12 @@ pub fn explain(snapshot: &Snapshot, options: &ExplainOptions<'_>) -> Result<Vec<
     for segment in snapshot.segments.iter().filter(|segment| segment.device >= 0) {
         segments.entry(segment.device).or_default().push(segment);
     }
-    let replay_options =
-        ReplayOptions { memory_limit: options.memory_limit, progress: options.progress, ..ReplayOptions::default() };
+    let replay_options = ReplayOptions {
+        memory_limit: options.memory_limit,
+        progress: options.progress,
+        stop: options.stop.clone(),
+        ..ReplayOptions::default()
+    };
     let replays = match DeviceReplays::new(snapshot, &replay_options) {
         Ok(replays) => Some(replays),
         Err(ReplayError::NoHistory) if !segments.is_empty() => None,

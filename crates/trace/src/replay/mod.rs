@@ -88,6 +88,9 @@ pub enum ReplayError {
         /// The limit.
         limit: u64,
     },
+    /// It was ended early: see [`ReplayOptions::stop`].
+    #[error("the replay was stopped")]
+    Stopped,
     /// The recorded settings are invalid.
     #[error("the recorded settings are invalid: {0}")]
     Settings(#[from] SettingsError),
@@ -140,14 +143,14 @@ pub struct DeviceReplays<'a> {
 }
 
 impl<'a> DeviceReplays<'a> {
-    /// Replays every device as recorded, which proves the model. Of `options` only the memory limit and the progress
-    /// count.
+    /// Replays every device as recorded, which proves the model. Of `options` only the memory limit, the progress
+    /// and the stop count; the stop ends what-ifs of these devices too.
     ///
     /// # Errors
     /// As [`replay`].
     pub fn new(snapshot: &'a Snapshot, options: &ReplayOptions<'_>) -> Result<Self, ReplayError> {
         let bytes = bytes_in_memory(snapshot);
-        let budget = Budget::new(options.memory_limit);
+        let budget = Budget::new(options.memory_limit).with_stop(&options.stop);
         budget.set_bytes_needed(bytes);
         let devices = budget.take(bytes).map_err(ReplayError::from);
         let devices = devices.and_then(|()| prove_devices(snapshot, options, &budget));

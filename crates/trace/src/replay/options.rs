@@ -2,6 +2,8 @@
 
 use warpool::memory::Settings;
 
+use crate::Stop;
+
 /// How to replay. The default is as recorded.
 #[derive(Clone, Default)]
 pub struct ReplayOptions<'a> {
@@ -32,6 +34,8 @@ pub struct ReplayOptions<'a> {
     pub memory_limit: Option<u64>,
     /// Called now and then during a run. There are several runs if the first does not reproduce the recording.
     pub progress: Option<&'a dyn Fn(ReplayProgress)>,
+    /// Ends it early, with [`ReplayError::Stopped`](super::ReplayError::Stopped).
+    pub stop: Stop,
 }
 
 /// In how many orders of addresses a what-if is replayed.

@@ -143,13 +143,13 @@ pub fn timelines(snapshot: &Snapshot, options: &TimelineOptions<'_>) -> Result<V
     for segment in snapshot.segments.iter().filter(|segment| segment.device >= 0) {
         segments.entry(segment.device).or_default().push(segment);
     }
-    let ExplainOptions { memory_limit, progress, .. } = options.explain;
-    let replays =
-        match DeviceReplays::new(snapshot, &ReplayOptions { memory_limit, progress, ..ReplayOptions::default() }) {
-            Ok(replays) => Some(replays),
-            Err(ReplayError::NoHistory) if !segments.is_empty() => None,
-            Err(error) => return Err(error),
-        };
+    let ExplainOptions { memory_limit, progress, ref stop, .. } = options.explain;
+    let replay_options = ReplayOptions { memory_limit, progress, stop: stop.clone(), ..ReplayOptions::default() };
+    let replays = match DeviceReplays::new(snapshot, &replay_options) {
+        Ok(replays) => Some(replays),
+        Err(ReplayError::NoHistory) if !segments.is_empty() => None,
+        Err(error) => return Err(error),
+    };
     let mut found = Vec::new();
     for replay in replays.iter().flat_map(DeviceReplays::devices) {
         segments.remove(&i32::try_from(replay.device()).unwrap_or(-1));

@@ -12,4 +12,5 @@ mod random;
 mod recordings;
 mod rounds;
 mod steady;
+mod stop;
 mod what_ifs;

@@ -285,6 +285,9 @@ impl<'a> Runner<'a> {
             }
             if number % PROGRESS_STEPS == 0 {
                 self.report_progress(number, steps.len());
+                if self.run.budget.is_stopped() {
+                    return Err(ReplayError::Stopped);
+                }
             }
             if self.memory.is_due(step) {
                 let stats = self.device.allocator().stats(DEVICE)?;

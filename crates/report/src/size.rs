@@ -16,6 +16,9 @@ const UNITS: &[(&str, u64)] = &[
 /// Parses `80GiB`, `139.8 GiB`, `512MiB`, `4096B` or `6G` (GiB, as PyTorch's settings mean it). A fraction of a unit is
 /// rounded down to whole bytes. Without a unit it is an error: who writes `--capacity 24` means GiB, and 24 bytes would
 /// be a device on which nothing fits.
+///
+/// # Errors
+/// If it is not a size, with a sentence that quotes it.
 pub fn parse(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());

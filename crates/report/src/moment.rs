@@ -1,8 +1,11 @@
-//! The moments that `--at` takes.
+//! The moments that a reader can name.
 
 use warpool_trace::explain::MomentChoice;
 
 /// Parses `allocated`, `reserved`, `oom`, the number of an event, or a time such as `1.5s` or `300ms`.
+///
+/// # Errors
+/// If it is none of these, with a sentence that quotes it.
 pub fn parse(text: &str) -> Result<MomentChoice, String> {
     let error = || {
         format!("'{text}' is not a moment: write allocated, reserved, oom, the number of an event, or a time as 1.5s")

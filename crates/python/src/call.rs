@@ -1,0 +1,72 @@
+//! One call: a request, its progress, and its answer.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
+
+use serde_json::{Value, json};
+
+use crate::answer::Answer;
+use crate::command;
+use crate::error::{Error, Result};
+use crate::input::Source;
+use crate::options::Options;
+use crate::work::Work;
+
+/// A call. It is run once; other threads may look at its [`work`](Self::work) meanwhile.
+#[derive(Debug, Default)]
+pub struct Call {
+    work: Work,
+    texts: OnceLock<Texts>,
+}
+
+/// An answer as text.
+#[derive(Debug)]
+struct Texts {
+    json: String,
+    page: String,
+}
+
+impl Call {
+    /// Its progress and its flag to stop.
+    #[must_use]
+    pub fn work(&self) -> &Work {
+        &self.work
+    }
+
+    /// Makes the answer. Whether there is one, or an error in its place; a call that was run before is an error that
+    /// leaves its answer as it is.
+    pub fn run(&self, request: &[u8], sources: &[Source<'_>]) -> bool {
+        // Unwind safe: nothing that the panic leaves is used again, but for counters of progress.
+        let made = catch_unwind(AssertUnwindSafe(|| self.made(request, sources))).unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic");
+            Err(Error::Internal(format!("internal error, please report it: {text}")))
+        });
+        let succeeded = made.is_ok();
+        let answer = made.unwrap_or_else(|error| Answer::new(json!({ "error": error.object() })));
+        let texts = Texts { json: answer.json.to_string(), page: answer.page.unwrap_or_default() };
+        self.texts.set(texts).is_ok() && succeeded
+    }
+
+    fn made(&self, request: &[u8], sources: &[Source<'_>]) -> Result<Answer> {
+        let wrong = |what: &str| Error::Internal(format!("the request is wrong: {what}"));
+        let Ok(Value::Object(mut request)) = serde_json::from_slice(request) else {
+            return Err(wrong("it is not a JSON object"));
+        };
+        let Some(Value::String(command)) = request.remove("command") else { return Err(wrong("it has no command")) };
+        let Some(Value::Object(options)) = request.remove("options") else { return Err(wrong("it has no options")) };
+        command::answer(&command, Options::new(options), sources, &self.work)
+    }
+
+    /// The answer as JSON, or an object with `error`; empty before it was run.
+    #[must_use]
+    pub fn json(&self) -> &str {
+        self.texts.get().map_or("", |texts| &texts.json)
+    }
+
+    /// The page; empty if there is none.
+    #[must_use]
+    pub fn page(&self) -> &str {
+        self.texts.get().map_or("", |texts| &texts.page)
+    }
+}

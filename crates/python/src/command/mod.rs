@@ -1,0 +1,27 @@
+//! The commands, each as the command line has it: the same options, the same objects.
+
+mod diff;
+mod explain;
+mod replay;
+mod tune;
+mod view;
+
+use crate::answer::Answer;
+use crate::error::{Error, Result};
+use crate::input::Source;
+use crate::options::Options;
+use crate::work::Work;
+
+/// The answer of the command of that name.
+pub fn answer(command: &str, options: Options, sources: &[Source<'_>], work: &Work) -> Result<Answer> {
+    match (command, sources) {
+        ("explain", [source]) => explain::answer(options, source, work),
+        ("replay", [source]) => replay::answer(options, source, work),
+        ("tune", [_, ..]) => tune::answer(options, sources, work),
+        ("diff", [before, after]) => diff::answer(options, [before, after], work),
+        ("view", [source]) => view::answer(options, source, work),
+        _ => {
+            Err(Error::Internal(format!("the request is wrong: no command {command} of {} recordings", sources.len())))
+        }
+    }
+}

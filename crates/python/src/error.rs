@@ -1,0 +1,48 @@
+//! Why there is no answer. The kind chooses the exception in Python, the sentence is its text.
+
+use std::io;
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+
+/// A result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub enum Error {
+    /// An option is wrong.
+    Option(String),
+    /// The recording cannot be read, or nothing can be told about it.
+    Input(String),
+    /// The system cannot open or read the file.
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The error of the system.
+        source: io::Error,
+    },
+    /// The caller stopped it.
+    Stopped,
+    /// A bug of ours.
+    Internal(String),
+}
+
+impl Error {
+    /// The error as the object that Python makes an exception of.
+    #[must_use]
+    pub fn object(&self) -> Value {
+        match self {
+            Self::Option(message) => json!({ "kind": "option", "message": message }),
+            Self::Input(message) => json!({ "kind": "input", "message": message }),
+            Self::File { path, source } => json!({
+                "kind": "file",
+                "message": source.to_string(),
+                "code": source.raw_os_error(),
+                "path": path.to_string_lossy(),
+            }),
+            Self::Stopped => json!({ "kind": "stopped", "message": "stopped" }),
+            Self::Internal(message) => json!({ "kind": "internal", "message": message }),
+        }
+    }
+}
