@@ -37,7 +37,6 @@ pub(super) fn read<T>(source: &mut Source<'_>, mut read: impl FnMut(&mut dyn Rea
             result = Some(recording.map_err(|error| error.within(Archive::Tar, &member_name(&name)))?);
         }
     }
-    drop(archive);
     // To the end of compressed data, where the checksum is.
     io::copy(source, &mut io::sink()).map_err(failed)?;
     members.check()?;
