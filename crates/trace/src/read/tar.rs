@@ -2,8 +2,9 @@
 
 use std::io::{self, Cursor, Read};
 
-use super::archive::{Archive, Member, Members, PEEK_BYTES, member_name};
+use super::archive::{Archive, PEEK_BYTES};
 use super::error::{Checked, ReadError};
+use super::members::{Member, Members, member_name};
 use super::source::Source;
 
 /// The most bytes of a name that are read.
