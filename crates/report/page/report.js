@@ -135,13 +135,14 @@ export class Report {
     const { figures } = info;
     fillProse(info);
     const at = (peak) => (figures.duration_us > 0 ? `at ${formatTime(peak.time_us)}` : "");
+    const duration = figures.duration_us > 0 ? `in ${formatTime(figures.duration_us)}` : "";
     const { peak_live: live, peak_reserved: reserved } = figures;
     const lost = reserved.reserved_bytes - reserved.live_bytes;
     byId("figures").replaceChildren(
       figure("peak live", formatBytes(live.live_bytes), at(live)),
       figure("peak reserved", formatBytes(reserved.reserved_bytes), at(reserved)),
       figure("not live at that peak", formatBytes(lost), formatShare(lost, reserved.reserved_bytes)),
-      figure("events", formatCount(figures.events), figures.duration_us > 0 ? `in ${formatTime(figures.duration_us)}` : ""),
+      figure("events", formatCount(figures.events), duration),
       figure("allocations", formatCount(figures.allocations)),
       figure("retries", formatCount(figures.retries)),
       figure("out of memory", formatCount(figures.ooms)),

@@ -194,7 +194,7 @@ impl<'i, 'a> Interpreter<'i, 'a> {
     fn get(&mut self, index: usize) -> Checked<()> {
         match self.memo.get(index) {
             Some(value) => self.push(value),
-            None => Err(self.damaged(&format!("a reference to object {index}, which does not exist"))),
+            None => Err(self.no_object(index)),
         }
     }
 
@@ -285,6 +285,11 @@ impl<'i, 'a> Interpreter<'i, 'a> {
             return Err(Box::new(ReadError::Pickle { offset, what }));
         }
         Ok((self.builder, root))
+    }
+
+    #[cold]
+    fn no_object(&self, index: usize) -> Box<ReadError> {
+        self.damaged(&format!("a reference to object {index}, which does not exist"))
     }
 
     #[cold]

@@ -6,6 +6,7 @@ mod compression;
 mod error;
 mod input;
 mod interpreter;
+mod members;
 mod parent;
 mod rmm;
 mod source;

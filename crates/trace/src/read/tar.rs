@@ -2,8 +2,9 @@
 
 use std::io::{self, Cursor, Read};
 
-use super::archive::{Archive, Member, Members, PEEK_BYTES, member_name};
+use super::archive::{Archive, PEEK_BYTES};
 use super::error::{Checked, ReadError};
+use super::members::{Member, Members, member_name};
 use super::source::Source;
 
 /// The most bytes of a name that are read.
@@ -37,7 +38,6 @@ pub(super) fn read<T>(source: &mut Source<'_>, mut read: impl FnMut(&mut dyn Rea
             result = Some(recording.map_err(|error| error.within(Archive::Tar, &member_name(&name)))?);
         }
     }
-    drop(archive);
     // To the end of compressed data, where the checksum is.
     io::copy(source, &mut io::sink()).map_err(failed)?;
     members.check()?;

@@ -1,5 +1,5 @@
-//! The recording in a zip archive, such as `torch.save` writes. The directory at the archive's end tells where its files
-//! are: `torch.save` leaves their sizes out of the headers before them.
+//! The recording in a zip archive, such as `torch.save` writes. The directory at its end tells where the files are:
+//! `torch.save` leaves their sizes out of the headers before them.
 
 use std::cell::Cell;
 use std::io::Read;
@@ -7,8 +7,9 @@ use std::rc::Rc;
 
 use rawzip::{CompressionMethod, RECOMMENDED_BUFFER_SIZE, ReaderAt, ZipArchive, ZipArchiveEntryWayfinder};
 
-use super::archive::{Archive, Member, Members, PEEK_BYTES, member_name};
+use super::archive::{Archive, PEEK_BYTES};
 use super::error::{Checked, ReadError};
+use super::members::{Member, Members, member_name};
 use super::source::{Bounded, Counted, Layer, Source};
 use crate::budget::{Budget, Exceeded};
 

@@ -126,8 +126,9 @@ impl Builder {
             return Ok(());
         }
         for &value in values {
-            let length = self.length(kind, number);
-            self.push(kind, number, value).map_err(|invalid| invalid.within(&format!("[{length}]")))?;
+            if let Err(invalid) = self.push(kind, number, value) {
+                return Err(invalid.within(&format!("[{}]", self.length(kind, number))));
+            }
         }
         Ok(())
     }

@@ -56,9 +56,8 @@ impl Entries {
         texts: &TextTable,
         lists: &mut Lists,
     ) -> Result<(), Invalid> {
-        let index = number as usize;
-        let mut entry = self.entries[index];
-        let mut keys = self.keys[index];
+        let entry = &mut self.entries[number as usize];
+        let keys = &mut self.keys[number as usize];
         for pair in pairs.chunks_exact(2) {
             let (Value::Text(key), value) = (pair[0], pair[1]) else { continue };
             let Some(key) = Keyword::of(key) else { continue };
@@ -66,23 +65,23 @@ impl Entries {
             match key {
                 Keyword::Action => {
                     entry.action = action(value, texts).map_err(of_key)?;
-                    keys |= HAS_ACTION;
+                    *keys |= HAS_ACTION;
                 }
                 Keyword::Addr | Keyword::DeviceFree => {
                     entry.addr = unsigned(value).map_err(of_key)?;
-                    keys |= HAS_ADDR;
+                    *keys |= HAS_ADDR;
                 }
                 Keyword::Size => {
                     entry.size = unsigned(value).map_err(of_key)?;
-                    keys |= HAS_SIZE;
+                    *keys |= HAS_SIZE;
                 }
                 Keyword::Stream => {
                     entry.stream = unsigned(value).map_err(of_key)?;
-                    keys |= HAS_STREAM;
+                    *keys |= HAS_STREAM;
                 }
                 Keyword::TimeUs => {
                     entry.time_us = signed(value).map_err(of_key)?;
-                    keys |= HAS_TIME;
+                    *keys |= HAS_TIME;
                 }
                 Keyword::PoolId => entry.pool = Some(lists.pool(value).map_err(of_key)?),
                 Keyword::CompileContext => {
@@ -96,8 +95,6 @@ impl Entries {
                 _ => {}
             }
         }
-        self.entries[index] = entry;
-        self.keys[index] = keys;
         Ok(())
     }
 
