@@ -36,12 +36,10 @@ impl Call {
     /// Makes the answer. Whether there is one, or an error in its place; a call that was run before is an error that
     /// leaves its answer as it is.
     pub fn run(&self, request: &[u8], sources: &[Source<'_>]) -> bool {
-        // Unwind safe: nothing that the panic leaves is used again, but for counters of progress.
-        let made = catch_unwind(AssertUnwindSafe(|| self.made(request, sources))).unwrap_or_else(|panic| {
-            let text = panic.downcast_ref::<String>().map(String::as_str);
-            let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic");
-            Err(Error::Internal(format!("internal error, please report it: {text}")))
-        });
+        if self.texts.get().is_some() {
+            return false;
+        }
+        let made = caught(|| self.made(request, sources));
         let succeeded = made.is_ok();
         let answer = made.unwrap_or_else(|error| Answer::new(json!({ "error": error.object() })));
         let texts = Texts { json: answer.json.to_string(), page: answer.page.unwrap_or_default() };
@@ -68,5 +66,32 @@ impl Call {
     #[must_use]
     pub fn page(&self) -> &str {
         self.texts.get().map_or("", |texts| &texts.page)
+    }
+}
+
+/// The answer of `body`; a panic becomes an error.
+fn caught(body: impl FnOnce() -> Result<Answer>) -> Result<Answer> {
+    // Unwind safe: nothing that the panic leaves is used again, but for counters of progress.
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic");
+        Err(Error::Internal(format!("internal error, please report it: {text}")))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn panic_becomes_an_error_with_its_text() {
+        for (error, expected) in [
+            (caught(|| panic!("a rule is broken")), "a rule is broken"),
+            (caught(|| panic!("rule {}", 7)), "rule 7"),
+            (caught(|| std::panic::resume_unwind(Box::new(7))), "a panic"),
+        ] {
+            let Err(Error::Internal(message)) = error else { panic!("{error:?}") };
+            assert_eq!(message, format!("internal error, please report it: {expected}"));
+        }
     }
 }
