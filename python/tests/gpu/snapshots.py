@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-GIB = 1 << 30
+HERE = os.path.dirname(os.path.abspath(__file__))
 PROGRAMS: Dict[str, Callable[["Truth"], None]] = {}
 # How the history of a program is recorded, if not by default.
 RECORDED: Dict[str, Dict[str, Any]] = {}
@@ -536,6 +536,25 @@ def late(truth: Truth) -> None:
         truth.optimizer(optimizer)
 
 
+def without_this_machine(snapshot: Dict[str, Any]) -> None:
+    """Leaves out of the file names where Python and the program are installed."""
+    known: Dict[str, str] = {}
+    seen = set()
+
+    def short(file: str) -> str:
+        if "site-packages/" in file:
+            return "/usr/lib/python3.12/site-packages/" + file.rsplit("site-packages/", 1)[1]
+        return "/home/me/" + os.path.basename(file) if file.endswith(".py") and file.startswith(HERE) else file
+
+    stacks = [entry.get("frames") for entry in snapshot["device_traces"][0]]
+    stacks += [block.get("frames") for segment in snapshot["segments"] for block in segment["blocks"]]
+    stacks += [segment.get("frames") for segment in snapshot["segments"]]
+    for frame in (frame for stack in stacks for frame in stack or ()):
+        if id(frame) not in seen:
+            seen.add(id(frame))
+            frame["filename"] = known.setdefault(frame["filename"], short(frame["filename"]))
+
+
 def run(name: str, folder: str) -> None:
     truth, options = Truth(), dict(RECORDED[name])
     torch.manual_seed(1)
@@ -558,7 +577,8 @@ def run(name: str, folder: str) -> None:
     stats = dict(torch.cuda.memory_stats())
     snapshot = torch.cuda.memory._snapshot()
     torch.cuda.memory._record_memory_history(enabled=None)
-    with lzma.open(f"{folder}/{name}.pickle.xz", "wb", preset=6) as file:
+    without_this_machine(snapshot)
+    with lzma.open(f"{folder}/{name}.pickle.xz", "wb", preset=9) as file:
         pickle.dump(snapshot, file, protocol=4)
     found = truth.blocks(snapshot, stats)
     with open(f"{folder}/{name}.truth.json", "w") as file:

@@ -59,6 +59,9 @@ pub struct Args {
     /// How many rows the tables of holders have
     #[arg(long, value_name = "COUNT", default_value_t = 10)]
     rows: usize,
+    /// With --json, list every allocated block of the moment: address, requested bytes, event, category and its rule
+    #[arg(long, requires = "json")]
+    blocks: bool,
     /// Leave out what would have fitted, which takes replays
     #[arg(long)]
     no_fits: bool,
@@ -136,6 +139,7 @@ fn explain_file(
         at: args.at,
         frameworks: frameworks.clone(),
         not_of_pytorch: opened.recording.format == RecordingFormat::RmmLog,
+        lists_blocks: args.blocks,
         skips_fits: args.no_fits,
         address_orders: Some(args.orders),
         threads: Some(threads_each(files)),

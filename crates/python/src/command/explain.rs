@@ -28,6 +28,7 @@ pub fn answer(mut options: Options, source: &Source<'_>, work: &Work) -> Result<
         at,
         frameworks,
         not_of_pytorch: opened.recording.format == RecordingFormat::RmmLog,
+        lists_blocks: false,
         skips_fits,
         address_orders,
         threads: None,

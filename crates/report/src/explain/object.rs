@@ -4,7 +4,9 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 use warpool_trace::cards::DeviceOrigin;
-use warpool_trace::explain::{Advice, CategoryShare, Explanation, Fit, Holder, Moment, OnDevice, Parts, Peak};
+use warpool_trace::explain::{
+    Advice, AllocatedBlock, CategoryShare, Explanation, Fit, Holder, Moment, OnDevice, Parts, Peak,
+};
 
 use super::prose;
 use crate::replay::in_force_object;
@@ -63,7 +65,25 @@ pub fn object(file: &Path, explanation: &Explanation) -> Value {
         "exact": explanation.exact,
         "in_force": explanation.in_force.as_ref().map(in_force_object),
         "remarks": explanation.remarks,
+        "blocks": blocks_list(moment),
     })
+}
+
+/// The blocks one by one; `null` if they were not asked for.
+fn blocks_list(moment: &Moment) -> Value {
+    let object = |block: &AllocatedBlock| {
+        json!({
+            "address": block.addr,
+            "bytes": block.bytes,
+            "event": block.event,
+            "category": block.category.name(),
+            "rule": block.rule.name(),
+        })
+    };
+    match moment.blocks.is_empty() {
+        true => Value::Null,
+        false => moment.blocks.iter().map(object).collect(),
+    }
 }
 
 fn peak_object(peak: Peak) -> Value {

@@ -52,14 +52,18 @@ pub(super) enum Makes {
     /// The result of a computation, as far as is known.
     #[default]
     Result,
-    /// A tensor from nothing (`randn`, `zeros`), or a copy of one of the host (`cuda`).
+    /// A tensor of random numbers, or a copy of one of the host (`cuda`).
     Tensor,
+    /// A tensor of zeros or of nothing yet (`zeros`, `empty`), to be filled.
+    Buffer,
     /// A copy, maybe from the host (`to`), or anything if there are no frames of compiled code.
     MaybeTensor,
     /// A workspace of a library.
     Workspace,
     /// A bucket in which gradients are exchanged between ranks.
     GradientBucket,
+    /// Parameters that are sharded over ranks, or gathered from them.
+    ShardedParameter,
 }
 
 impl StackKind {
@@ -185,6 +189,13 @@ fn makes(stack: &[Frame]) -> Makes {
     if has("c10d::Reducer::") {
         return Makes::GradientBucket;
     }
+    if let Some(sharding) = stack.iter().find(|frame| is_python(frame) && is_sharding(&frame.filename)) {
+        // FSDP gathers parameters for a pass, and reduces and scatters their gradients.
+        return match sharding.name.contains("reduce") {
+            true => Makes::GradientBucket,
+            false => Makes::ShardedParameter,
+        };
+    }
     if native().next().is_none() {
         return Makes::MaybeTensor;
     }
@@ -195,6 +206,7 @@ fn makes(stack: &[Frame]) -> Makes {
     match operator(stack) {
         Some("_to_copy" | "copy_" | "clone" | "contiguous") => Makes::MaybeTensor,
         Some(name) if name == "to" || name.starts_with("to_") => Makes::MaybeTensor,
+        Some(name) if is_buffer(name) => Makes::Buffer,
         Some(name) if is_factory(name) => Makes::Tensor,
         // Without an operator in between: `torch.tensor`, `torch.from_dlpack`.
         None => Makes::MaybeTensor,
@@ -204,8 +216,19 @@ fn makes(stack: &[Frame]) -> Makes {
 
 /// Whether an operator makes a tensor from nothing.
 fn is_factory(operator: &str) -> bool {
-    let starts = ["rand", "zeros", "ones", "empty", "full", "arange", "linspace", "eye", "new_", "normal", "tensor"];
+    let starts = ["rand", "ones", "arange", "linspace", "eye", "normal", "tensor"];
     starts.iter().any(|start| operator.starts_with(start))
+}
+
+/// Whether an operator makes a tensor that is to be filled.
+fn is_buffer(operator: &str) -> bool {
+    ["zeros", "empty", "full", "new_"].iter().any(|start| operator.starts_with(start))
+}
+
+/// Whether a file is of PyTorch's sharding of parameters.
+fn is_sharding(file: &str) -> bool {
+    let file = short_path(file);
+    file.starts_with("torch/distributed/fsdp") || file.starts_with("torch/distributed/_composable/fsdp")
 }
 
 /// Regions that the program, or PyTorch for it, named: `Optimizer.step#AdamW.step`.

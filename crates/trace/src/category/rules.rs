@@ -17,12 +17,18 @@ pub enum Rule {
     KeptAfterBackward,
     /// A bucket in which gradients are exchanged.
     GradientBucket,
+    /// Parameters that are sharded over ranks, or gathered from them.
+    Sharded,
     /// Allocated in an optimizer's step, and there after it.
     KeptByOptimizer,
     /// Allocated before the backward pass, and there when it begins.
     KeptForBackward,
     /// Allocated by a checkpoint's recomputation, and there after it.
     Recomputed,
+    /// Allocated in a backward pass, and freed in a later one: the graph of a gradient.
+    KeptForSecondBackward,
+    /// Made once and kept while modules are called again and again, in a history without a backward pass.
+    Preallocated,
     /// Allocated in a module, and there after its call: a cache, or a result that the program keeps.
     KeptAfterForward,
     /// Freed within the pass that allocated it.
@@ -54,9 +60,12 @@ impl Rule {
             Self::ModuleSetup => "allocated while a module was made, moved or loaded",
             Self::KeptAfterBackward => "allocated in the backward pass and kept after it",
             Self::GradientBucket => "a bucket in which ranks exchange gradients",
+            Self::Sharded => "allocated to shard or gather parameters",
             Self::KeptByOptimizer => "allocated by the optimizer and kept after its step",
             Self::KeptForBackward => "kept until the backward pass",
             Self::Recomputed => "computed again for the backward pass and kept for it",
+            Self::KeptForSecondBackward => "allocated in a backward pass and freed in a later one",
+            Self::Preallocated => "made once and kept while modules are called, without a backward pass",
             Self::KeptAfterForward => "allocated in a module and kept after its call",
             Self::FreedWithinPass => "freed within the pass that allocated it",
             Self::Workspace => "a workspace of a library",
@@ -77,9 +86,12 @@ impl Rule {
             Self::ModuleSetup => "module_setup",
             Self::KeptAfterBackward => "kept_after_backward",
             Self::GradientBucket => "gradient_bucket",
+            Self::Sharded => "sharded",
             Self::KeptByOptimizer => "kept_by_optimizer",
             Self::KeptForBackward => "kept_for_backward",
             Self::Recomputed => "recomputed",
+            Self::KeptForSecondBackward => "kept_for_second_backward",
+            Self::Preallocated => "preallocated",
             Self::KeptAfterForward => "kept_after_forward",
             Self::FreedWithinPass => "freed_within_pass",
             Self::Workspace => "workspace",
@@ -97,6 +109,9 @@ impl Rule {
 /// An allocation of which it is not known when the memory would have been freed counts as kept once so many others of
 /// the same pass came after it. A layer of a transformer makes about thirty.
 const LATER_MIN: u32 = 48;
+
+/// Memory that is kept through so many calls of modules is no batch.
+const PASSES_MIN: usize = 3;
 
 /// Other threads allocate in the midst of a backward pass: it is over when this many allocations in a row are not its.
 const OUTSIDE_MIN: usize = 3;
@@ -174,6 +189,7 @@ impl Lives {
             Makes::GradientBucket if !ended_in_pass || is_open => {
                 return Judged::new(Category::Gradients, Rule::GradientBucket);
             }
+            Makes::ShardedParameter => return Judged::new(Category::Parameters, Rule::Sharded),
             _ => {}
         }
         match life.kind.doing {
@@ -191,6 +207,12 @@ impl Lives {
             Doing::Backward => match (ended_in_pass, is_open) {
                 (true, true) => open(Guess::Gradient),
                 (true, false) => Judged::temporary(),
+                // Gradients are freed before the next backward pass, or in it after another forward pass.
+                (false, false)
+                    if passes.is_in_backward(until) && passes.forward_passes_between(life.from, until) == 0 =>
+                {
+                    Judged::new(Category::Activations, Rule::KeptForSecondBackward)
+                }
                 (false, _) => Judged::new(Category::Gradients, Rule::KeptAfterBackward),
             },
             Doing::Recompute => match (ended_in_pass, is_open) {
@@ -206,9 +228,13 @@ impl Lives {
     fn judge_forward(&self, number: usize, passes: &Passes, until: u32, is_open: bool) -> Judged {
         let life = &self.lives[number];
         let in_module = life.kind.doing == Doing::Forward;
+        let is_kept = passes.forward_passes_between(life.from, until) >= PASSES_MIN;
+        if !in_module && life.kind.makes == Makes::Buffer && is_kept && !passes.has_backward() {
+            return Judged::new(Category::Activations, Rule::Preallocated);
+        }
         let is_input = !in_module
             && match life.kind.makes {
-                Makes::Tensor => true,
+                Makes::Tensor | Makes::Buffer => true,
                 // Before the model is called in this iteration.
                 Makes::MaybeTensor => passes.is_before_forward[number],
                 _ => false,
@@ -235,7 +261,8 @@ impl Lives {
     /// Allocations whose free the history does not have, or that a failure freed: as the same call's earlier ones, or
     /// as what is known of them suggests.
     fn settle_open(&self, found: &mut [Judged]) {
-        let mut known: FxHashMap<StackId, [u64; Category::ALL.len()]> = FxHashMap::default();
+        // By call and size, or by the call alone: the sizes of another batch are others.
+        let mut known: FxHashMap<(StackId, Option<u64>), [u64; Category::ALL.len()]> = FxHashMap::default();
         let mut parameter_sizes: BTreeSet<u64> = BTreeSet::new();
         let mut retained = Retention::default();
         for (life, judged) in self.lives.iter().zip(&*found) {
@@ -245,8 +272,9 @@ impl Lives {
             match judged.open {
                 Some(guess) => retained.see(guess, life.bytes),
                 None => {
-                    if let Some(stack) = life.stack {
-                        let counts = known.entry(stack).or_default();
+                    for size in [Some(life.bytes), None] {
+                        let Some(stack) = life.stack else { continue };
+                        let counts = known.entry((stack, size)).or_default();
                         counts[judged.category.index()] = counts[judged.category.index()].saturating_add(life.bytes);
                     }
                 }
@@ -254,7 +282,8 @@ impl Lives {
         }
         for (life, judged) in self.lives.iter().zip(found) {
             let Some(guess) = judged.open else { continue };
-            let before = life.stack.and_then(|stack| known.get(&stack)).and_then(most);
+            let of_size = |size: Option<u64>| known.get(&(life.stack?, size)).and_then(most);
+            let before = of_size(Some(life.bytes)).or_else(|| of_size(None));
             *judged = match (before, guess) {
                 (Some(category), _) if category != Category::Unknown => Judged::new(category, Rule::AsBefore),
                 (_, Guess::Gradient) if parameter_sizes.contains(&life.bytes) => {
@@ -337,6 +366,10 @@ struct Passes {
     next_backward: Vec<u32>,
     /// Whether no module has been called since the last backward pass or optimizer's step.
     is_before_forward: Vec<bool>,
+    /// The backward passes, as their first event and the first event after them, ascending.
+    backwards: Vec<(u32, u32)>,
+    /// The first events of calls of modules, ascending.
+    forwards: Vec<u32>,
 }
 
 impl Passes {
@@ -380,7 +413,36 @@ impl Passes {
             }
             *is_before = before;
         }
-        Self { end_of, next_backward, is_before_forward }
+        let mut backwards: Vec<(u32, u32)> = Vec::new();
+        let mut forwards = Vec::new();
+        let mut in_forward = false;
+        for (life, &end) in lives.iter().zip(&end_of) {
+            let is_forward = life.kind.doing == Doing::Forward;
+            if is_forward && !in_forward {
+                forwards.push(life.from);
+            }
+            in_forward = is_forward;
+            if life.kind.doing == Doing::Backward && backwards.last().is_none_or(|&(_, last)| life.from >= last) {
+                backwards.push((life.from, end));
+            }
+        }
+        Self { end_of, next_backward, is_before_forward, backwards, forwards }
+    }
+
+    /// Whether an event is in a backward pass.
+    fn is_in_backward(&self, event: u32) -> bool {
+        let after = self.backwards.partition_point(|&(start, _)| start <= event);
+        self.backwards[..after].last().is_some_and(|&(_, end)| event < end)
+    }
+
+    fn has_backward(&self) -> bool {
+        !self.backwards.is_empty()
+    }
+
+    /// How many calls of modules began between two events.
+    fn forward_passes_between(&self, from: u32, until: u32) -> usize {
+        let before = |event: u32| self.forwards.partition_point(|&start| start <= event);
+        before(until).saturating_sub(before(from))
     }
 
     /// How many allocations of the same pass were made after one, until an event; looked for only as far as it matters.

@@ -21,6 +21,21 @@ pub struct CategoryShare {
     pub rules: Vec<(Rule, u64)>,
 }
 
+/// An allocated block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AllocatedBlock {
+    /// Its address.
+    pub addr: u64,
+    /// Its requested bytes.
+    pub bytes: u64,
+    /// The event of its allocation; `None` if that is not in the history.
+    pub event: Option<u32>,
+    /// What kind of memory it is.
+    pub category: Category,
+    /// The rule that decided.
+    pub rule: Rule,
+}
+
 /// The categories of blocks.
 pub(super) struct BlockCategories<'a> {
     categories: &'a mut Categories,
@@ -41,6 +56,18 @@ impl<'a> BlockCategories<'a> {
             Some(known) => known,
             None => self.categories.by_stack(block.stack, self.stacks),
         }
+    }
+
+    /// All allocated blocks of a state, by address.
+    pub fn blocks(&mut self, state: &HeapState) -> Vec<AllocatedBlock> {
+        let allocated = state.blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated);
+        let of_block = |block: &StateBlock| {
+            let (category, rule) = self.of(block);
+            AllocatedBlock { addr: block.addr, bytes: block.requested, event: block.event, category, rule }
+        };
+        let mut blocks: Vec<AllocatedBlock> = allocated.map(of_block).collect();
+        blocks.sort_unstable_by_key(|block| block.addr);
+        blocks
     }
 
     /// Of all allocated blocks of a state.

@@ -32,7 +32,7 @@ use warpool::memory::{Action, SegmentInfo, Snapshot};
 
 pub use crate::stacks::{CallSite, Frameworks};
 pub use advice::{Advice, AdviceKind, Proof};
-pub use categories::CategoryShare;
+pub use categories::{AllocatedBlock, CategoryShare};
 pub use fits::{Change, Fit};
 pub use holders::{Holder, Holders};
 pub use moment::{FailedRequest, Moment, MomentChoice, MomentKind, Peak, Peaks};
@@ -65,6 +65,8 @@ pub struct ExplainOptions<'a> {
     pub frameworks: Frameworks,
     /// The recording is of another program than PyTorch: its settings are no remedy.
     pub not_of_pytorch: bool,
+    /// Lists the allocated blocks of the moment one by one: see [`Moment::blocks`].
+    pub lists_blocks: bool,
     /// Leaves out what would have fitted, which takes replays.
     pub skips_fits: bool,
     /// In how many orders of addresses each change is replayed; `None` is 8.
@@ -220,6 +222,7 @@ pub(crate) fn explain_segments(
         largest_free,
         holders: holders(&state, &mut sites, &mut categories, 0),
         categories: categories.shares(&state),
+        blocks: if options.lists_blocks { categories.blocks(&state) } else { Vec::new() },
     };
     let total = options.capacity.map(|_| parts.total());
     let DeviceMemory { origin, name, .. } = total.map_or_else(DeviceMemory::default, DeviceMemory::given);
@@ -278,7 +281,10 @@ pub(crate) fn explain_device(
     };
     let explained: Vec<Moment> = moments
         .iter()
-        .map(|moment| explain_moment(replay, &survey, &device, *moment, state_at(before(moment)), &mut naming))
+        .map(|moment| {
+            let state = state_at(before(moment));
+            explain_moment(replay, options, &survey, &device, *moment, state, &mut naming)
+        })
         .collect();
     let judgement = match last_oom {
         Some(oom) => judge_oom(replay, &device, oom, state_at(oom), growth.as_ref(), survey.periods.len()),
@@ -358,6 +364,7 @@ struct Naming<'a> {
 
 fn explain_moment(
     replay: &DeviceReplay<'_>,
+    options: &ExplainOptions<'_>,
     survey: &Survey,
     device: &Device,
     (kind, event): (MomentKind, Option<usize>),
@@ -387,6 +394,7 @@ fn explain_moment(
         largest_free: largest_free(state, request.as_ref()),
         holders: holders(state, &mut naming.sites, &mut naming.categories, at),
         categories: naming.categories.shares(state),
+        blocks: if options.lists_blocks { naming.categories.blocks(state) } else { Vec::new() },
     }
 }
 

@@ -3,7 +3,7 @@
 
 use warpool::memory::{Action, BlockState, TraceEntry};
 
-use super::categories::CategoryShare;
+use super::categories::{AllocatedBlock, CategoryShare};
 use super::holders::Holders;
 use super::parts::Parts;
 use super::periods;
@@ -80,6 +80,8 @@ pub struct Moment {
     pub holders: Holders,
     /// What kind of memory it was, in the order of [`Category::ALL`](crate::Category::ALL), without those of no bytes.
     pub categories: Vec<CategoryShare>,
+    /// The allocated blocks by address, if they were asked for.
+    pub blocks: Vec<AllocatedBlock>,
 }
 
 /// A request that ran out of memory.
