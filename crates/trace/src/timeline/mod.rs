@@ -22,15 +22,17 @@
 mod allocations;
 mod levels;
 mod ranges;
+mod regions;
 mod stacks;
 
 use std::collections::BTreeMap;
 
-use warpool::memory::{Action, SegmentInfo, Snapshot, StackId};
+use warpool::memory::{Action, Annotation, SegmentInfo, Snapshot, StackId};
 
 pub use allocations::Allocation;
 pub use levels::{Bucket, Level, Sample};
 pub use ranges::ReservedRange;
+pub use regions::{ContextChange, Region};
 pub use stacks::{StackNode, StackTree};
 
 use crate::explain::{ExplainOptions, Explanation, explain_device, explain_segments};
@@ -75,6 +77,14 @@ pub struct Timeline {
     pub ranges: Vec<ReservedRange>,
     /// What stands out, in the order of events.
     pub marks: Vec<Mark>,
+    /// Parts of the program with names, in the order of their starts.
+    pub regions: Vec<Region>,
+    /// How many were left out.
+    pub regions_left_out: u64,
+    /// Where the texts that the program sets for its events change.
+    pub contexts: Vec<ContextChange>,
+    /// Whether all changes are there.
+    pub contexts_complete: bool,
     /// The sample with the most live memory; the first of them.
     pub peak_live: Sample,
     /// The sample with the most reserved memory, and of these the one with the most live memory.
@@ -154,7 +164,7 @@ pub fn timelines(snapshot: &Snapshot, options: &TimelineOptions<'_>) -> Result<V
         segments.remove(&i32::try_from(replay.device()).unwrap_or(-1));
         let explain = ExplainOptions { skips_fits: true, ..options.explain.clone() };
         let explanation = explain_device(snapshot, replay, &explain)?;
-        found.push(of_device(replay, explanation, options)?);
+        found.push(of_device(replay, &snapshot.annotations, explanation, options)?);
     }
     for (device, segments) in segments {
         let device = device.unsigned_abs();
@@ -168,6 +178,7 @@ pub fn timelines(snapshot: &Snapshot, options: &TimelineOptions<'_>) -> Result<V
 
 fn of_device(
     replay: &DeviceReplay<'_>,
+    annotations: &[Annotation],
     explanation: Explanation,
     options: &TimelineOptions<'_>,
 ) -> Result<Timeline, ReplayError> {
@@ -184,6 +195,8 @@ fn of_device(
     })?;
     let mut timeline = building.finish(explanation);
     timeline.marks = marks(replay);
+    (timeline.regions, timeline.regions_left_out) = regions::regions(annotations, replay.device(), events);
+    (timeline.contexts, timeline.contexts_complete) = regions::contexts(events);
     Ok(timeline)
 }
 
@@ -264,6 +277,10 @@ impl Building {
             allocations_left_out,
             ranges: self.ranges.finish(),
             marks: Vec::new(),
+            regions: Vec::new(),
+            regions_left_out: 0,
+            contexts: Vec::new(),
+            contexts_complete: true,
             peak_live: self.peak_live,
             peak_reserved: self.peak_reserved,
             explanation,
