@@ -44,6 +44,8 @@ pub fn page(names: [&str; 2], pairs: &[(&Side, &Side)]) -> Page {
             "after": sides[1],
             "allocated_before": before.parts.allocated,
             "allocated_after": after.parts.allocated,
+            "categories_before": sides[0]["categories_at_moment"],
+            "categories_after": sides[1]["categories_at_moment"],
             "changes": changed.into_iter().map(change_object).collect::<Vec<_>>(),
         }));
     }

@@ -1,6 +1,7 @@
 //! A recording as a page for the browser. `sections.rs` and `columns.rs` encode the data, `page.rs` joins it with the
 //! sources in `crates/report/page`, `figures.rs` has the figures as JSON.
 
+mod advice;
 mod columns;
 mod figures;
 mod page;
