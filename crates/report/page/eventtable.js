@@ -34,14 +34,28 @@ export class EventTable {
     this.body.addEventListener("click", (event) => this.click(event));
     this.body.addEventListener("dblclick", () => this.pinCurrent());
     new ResizeObserver(() => this.draw()).observe(scroll);
+    // Making millions of rows takes a moment, which a reader who never scrolls here does not wait for.
+    this.isRevealed = false;
+    const reveal = (entries) => entries.some((entry) => entry.isIntersecting) && this.reveal();
+    new IntersectionObserver(reveal, { rootMargin: "300px" }).observe(scroll);
     view.listen(["recording"], () => this.open());
     view.listen(["cursor"], () => this.follow());
   }
 
   open() {
-    const { recording } = this.view;
-    this.rows = new EventRows(recording);
+    this.made = null;
+    if (this.isRevealed) this.filter();
+  }
+
+  reveal() {
+    if (this.isRevealed) return;
+    this.isRevealed = true;
     this.filter();
+  }
+
+  get rows() {
+    this.made ??= new EventRows(this.view.recording);
+    return this.made;
   }
 
   filter() {
@@ -58,18 +72,21 @@ export class EventTable {
     this.follow();
   }
 
-  /** Whether a text is in a row's stack, its address, or what it says. */
+  /** Whether a text is in a row's stack, its address, or its action. */
   matcher(text) {
     if (!text) return null;
     const { rows } = this;
-    const found = findFrames(this.view.recording, text);
     const { stacks } = this.view.recording;
+    const { matches, nodes } = findFrames(this.view.recording, text);
+    const isAction = ACTIONS.map((action) => action.includes(text));
+    // A million addresses as text take seconds, so only what can be one is compared.
+    const isAddress = /^0?x?[0-9a-f]{4,}$/.test(text);
     return (row) => {
       const allocation = rows.allocationOf(row);
-      const stack = rows.stackOf(row);
-      if (allocation >= 0 ? found.matches[allocation] : stack && found.nodes[stacks.node[stack - 1]]) return true;
-      const addr = rows.addressOf(row);
-      return (addr !== null && `0x${addr.toString(16)}`.includes(text)) || ACTIONS[rows.action[row]].includes(text);
+      if (isAction[rows.action[row]] || (allocation >= 0 && matches[allocation])) return true;
+      const stack = allocation < 0 ? rows.stackOf(row) : 0;
+      if (stack && nodes[stacks.node[stack - 1]]) return true;
+      return isAddress && `0x${(rows.addressOf(row) ?? 0).toString(16)}`.includes(text);
     };
   }
 
@@ -84,6 +101,7 @@ export class EventTable {
 
   /** Shows the row of the cursor, in the middle unless it is visible already. */
   follow() {
+    if (!this.isRevealed) return;
     this.current = this.rows.rowAt(this.view.cursor, this.list);
     const { current, visible } = this;
     if (current < this.first || current >= this.first + visible) this.first = current - (visible >> 1);
@@ -166,6 +184,7 @@ export class EventTable {
   }
 
   key(event) {
+    this.reveal();
     const page = this.visible - 1;
     const steps = { ArrowUp: -1, ArrowDown: 1, PageUp: -page, PageDown: page };
     if (event.key in steps) this.moveTo(this.current + steps[event.key]);

@@ -45,6 +45,13 @@ impl DevicePart {
         sections + self.info.to_string().len()
     }
 
+    /// What of it gets less with less detail.
+    #[must_use]
+    pub fn bytes_of_detail(&self) -> usize {
+        let is_detail = |id: &str| id.ends_with(".allocations") || id.contains(".level");
+        self.sections.iter().filter(|section| is_detail(&section.id)).map(|section| section.text.len()).sum()
+    }
+
     /// The same under other names, for a page with several recordings.
     #[must_use]
     pub fn with_prefix(&self, prefix: &str) -> Self {
@@ -65,29 +72,29 @@ impl DevicePart {
 pub fn device_part(timeline: &Timeline, snapshot: &Snapshot, frameworks: &Frameworks) -> DevicePart {
     let id = format!("device{}", timeline.device);
     let mut tree = Tree { stacks: &snapshot.stacks, frameworks, tree: StackTree::default() };
-    let mut sections = Vec::new();
-    let mut add = |name: &str, columns: &Columns| {
+    let mut drafts = Vec::new();
+    let mut add = |name: &str, columns: Columns| {
         let id = format!("{id}.{name}");
-        sections.push(Section { id: id.clone(), text: columns.pack() });
+        drafts.push((id.clone(), columns));
         id
     };
     let has_categories = has_categories(timeline);
     let mut add_level = |at: usize, level: &Level| {
-        let id = add(&format!("level{at}"), &level_columns(level, has_categories));
+        let id = add(&format!("level{at}"), level_columns(level, has_categories));
         json!({ "id": id, "positions": level.positions })
     };
     let levels: Vec<Value> = timeline.levels.iter().enumerate().map(|(at, level)| add_level(at, level)).collect();
-    add("allocations", &allocation_columns(&timeline.allocations, has_categories, &mut tree));
-    add("ranges", &range_columns(&timeline.ranges));
-    add("regions", &region_columns(&timeline.regions));
-    add("contexts", &context_columns(timeline, snapshot));
+    add("allocations", allocation_columns(&timeline.allocations, has_categories, &mut tree));
+    add("ranges", range_columns(&timeline.ranges));
+    add("regions", region_columns(&timeline.regions));
+    add("contexts", context_columns(timeline, snapshot));
     let marks: Vec<Value> = (timeline.marks.iter().take(MARKS_MAX))
         .map(|mark| {
             let stack = mark.stack.and_then(|stack| tree.number(stack));
             json!({"position": mark.position, "kind": mark.kind.name(), "bytes": mark.bytes, "stack": stack})
         })
         .collect();
-    add("stacks", &tree.columns());
+    add("stacks", tree.columns());
     let explanation = &timeline.explanation;
     let moment = explanation.moment();
     let info = json!({
@@ -110,7 +117,16 @@ pub fn device_part(timeline: &Timeline, snapshot: &Snapshot, frameworks: &Framew
         "regions_left_out": timeline.regions_left_out,
         "contexts_complete": timeline.contexts_complete,
     });
-    DevicePart { sections, info }
+    DevicePart { sections: packed(&drafts), info }
+}
+
+/// Deflating takes longest, and sections do not depend on each other.
+fn packed(drafts: &[(String, Columns)]) -> Vec<Section> {
+    let pack = |(id, columns): &(String, Columns)| Section { id: id.clone(), text: columns.pack() };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = drafts.iter().map(|draft| scope.spawn(move || pack(draft))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("deflating does not panic")).collect()
+    })
 }
 
 /// Whether the kind of any allocation is known.
