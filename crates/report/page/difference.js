@@ -122,12 +122,12 @@ export class Difference {
     byId("by-category").hidden = names.length === 0;
     const head = make("tr", "", make("th", "", "category"));
     for (const name of ["first", "second", "difference"]) head.append(make("th", "number", name));
-    const { categories: colours } = theme();
-    const rows = names.map((name, index) => {
-      const sizes = [bytesIn(before, name), bytesIn(after, name)];
+    const sizesOf = (name) => [bytesIn(before, name), bytesIn(after, name)];
+    const rows = names.filter((name) => sizesOf(name).some((bytes) => bytes > 0)).map((name) => {
+      const sizes = sizesOf(name);
       const change = sizes[1] - sizes[0];
       const direction = change > 0 ? "grown" : change < 0 ? "shrunk" : "";
-      const row = make("tr", "", make("td", "", swatch(colours[index]), name));
+      const row = make("tr", "", make("td", "", swatch(theme().categoryNamed(name)), name));
       for (const bytes of sizes) row.append(make("td", "number", formatBytes(bytes)));
       row.append(make("td", `number ${direction}`, change === 0 ? "–" : signedBytes(change)));
       return row;

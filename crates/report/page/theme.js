@@ -22,6 +22,7 @@ export function theme() {
     for (const part of ["allocated", "rounding", "waiting", "fragmentation", "cached"]) {
       colours.parts[part] = value(`--part-${part}`);
     }
+    colours.categoryNamed = (label) => value(`--category-${label.replaceAll(" ", "-")}`);
     colours.categories = CATEGORY_VARIABLES.map((name) => value(`--category-${name}`));
   }
   return colours;

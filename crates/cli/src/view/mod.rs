@@ -17,8 +17,8 @@ use crate::size;
 /// Writes a page for the browser: memory over time, and who holds it at any moment
 ///
 /// One HTML file with everything in it, which needs no network and no server: what was allocated, cached and lost over
-/// time; the segments and blocks, a flame graph and the largest holders at the cursor; allocations as bands; the events,
-/// with regions that the program named; search by frame; out-of-memory events and retries; stacks to pin and copy.
+/// time; the segments and blocks, a flame graph and the largest holders at the cursor; allocations as bands; events and
+/// regions that the program named; search by frame; out-of-memory events and retries; stacks to pin and copy.
 /// Record with stacks to see who holds memory: torch.cuda.memory._record_memory_history(). `warpool diff A B -o FILE`
 /// compares two recordings in a page.
 #[derive(Debug, clap::Args)]

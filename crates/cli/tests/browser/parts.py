@@ -201,6 +201,9 @@ def pages_fit_at_both_widths_in_both_themes(context):
         page.close()
         page = context.browser.open(with_category_changes(context), width=width, dark=dark)
         fits_in_the_window(page)
+        cut = page.evaluate("""[...document.querySelectorAll(".scroll")].filter(
+            (it) => it.scrollWidth > it.clientWidth + 1).length""")
+        equal(cut, 0, "tables that are cut")
         equal(page.problems(), [], "problems")
         page.close()
 
@@ -336,6 +339,63 @@ def regions_are_drawn_and_zoomed_to(context):
         page.close()
     page, _ = context.open("churn.expandable_cap")
     holds(page.evaluate("document.querySelector('.regions').hidden"), "without regions there is no strip")
+    page.close()
+
+
+@check
+def thousands_of_regions_are_drawn_fast(context):
+    page, _ = context.open(TRAINING)
+    milliseconds = page.evaluate("""(() => {
+        const { view, regions: strip } = warpool;
+        const count = 60_000;
+        const { events } = view.recording;
+        const from = Float64Array.from({ length: count }, (_, at) => (at * events) / count);
+        const until = from.map((start) => start + events / count);
+        Object.assign(view.recording.regions, {
+            count, from, until, fromTime: from, untilTime: until, row: new Uint8Array(count), rows: 1,
+            nameOf: (at) => `step ${at}`, hasStart: () => true, hasEnd: (at) => at % 2 === 0,
+        });
+        strip.open();
+        const start = performance.now();
+        for (let step = 0; step < 10; step++) strip.surface.drawNow();
+        return (performance.now() - start) / 10;
+    })()""")
+    places = page.evaluate("warpool.regions.places.length")
+    holds(300 < places < 2000, f"{places} of 60000 regions are drawn, about one in a pixel")
+    holds(milliseconds < 100, f"drawing takes {milliseconds} ms")
+    page.evaluate("warpool.regions.zoomTo(30_001)")
+    page.settle()
+    holds(page.evaluate("warpool.regions.places.some(({ at }) => at === 30_001)"), "the one that is zoomed to is drawn")
+    holds(page.evaluate("warpool.regions.lines(30_001).includes('its end is not recorded')"), "it says what is missing")
+    equal(page.problems(), [], "problems")
+    page.close()
+
+
+@check
+def texts_of_the_program_are_shown(context):
+    """What the program set as metadata is in the tooltip, the panel and the list, from the event on that has it."""
+    page, _ = context.open(TRAINING)
+    page.evaluate("""(() => {
+        const { recording } = warpool.view;
+        recording.contexts = {
+            position: [100, 200, 300],
+            metadata: [1, 0, 2],
+            compiled: [0, 0, 3],
+            texts: ["epoch <b>1</b>", "epoch 2", "0/1"],
+        };
+    })()""")
+    lines = page.evaluate("[99, 100, 199, 200, 250, 300, 9999].map((at) => warpool.view.recording.contextLines(at))")
+    first, last = ["metadata: epoch <b>1</b>"], ["metadata: epoch 2", "compiled region: 0/1"]
+    equal(lines, [[], first, first, [], [], last, last], "the texts by position")
+    page.evaluate("document.querySelector('#holders tbody tr').click()")
+    page.evaluate("warpool.bands.onPin(warpool.view.recording.allocations.from.findIndex((from) => from >= 100))")
+    page.settle()
+    holds("epoch <b>1</b>" in page.text("#pin-facts"), page.text("#pin-facts"))
+    view(page, "moveCursor(150)")
+    show_events(page)
+    title = page.evaluate("document.querySelector('#events [aria-selected=true] td:last-child').title")
+    holds("metadata: epoch <b>1</b>" in title, title)
+    equal(page.problems(), [], "problems")
     page.close()
 
 
@@ -595,6 +655,9 @@ def difference_has_categories(context):
     page = context.browser.open(with_category_changes(context))
     rows = page.evaluate("""[...document.querySelectorAll("#category-changes tbody tr")].map(
         (row) => [...row.cells].map((cell) => cell.innerText))""")
+    swatches = page.evaluate("[...document.querySelectorAll('#category-changes i')].map((it) => it.style.background)")
+    equal([bool(colour) for colour in swatches], [True] * 3, "every category has its colour")
+    equal(len(set(swatches)), 3, "of its own")
     equal(rows, [["parameters", "3 GiB", "3 GiB", "–"], ["inputs", "5 MiB", "1 MiB", "−4 MiB"],
                  ["activations", "0 B", "7 MiB", "+7 MiB"]], "the rows")
     page.close()

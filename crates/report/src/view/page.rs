@@ -1,5 +1,5 @@
-//! The page: one HTML file with everything in it. Its sources are in `crates/report/page`, ordinary files that a browser
-//! could load as they are; here they are joined.
+//! The page: one HTML file with everything in it. Its sources are in `crates/report/page`, ordinary files that a
+//! browser could load as they are; here they are joined.
 
 use std::io::{self, Read as _, Write};
 use std::path::{Path, PathBuf};
