@@ -424,7 +424,7 @@ def pictures(context, folder):
     part(page, "view-cursor", "section:nth-of-type(3)", "section:nth-of-type(3)")
     page.close()
     page = context.browser.open(context.difference()[0], width=1100)
-    part(page, "view-difference", "section:nth-of-type(2)", "section:nth-of-type(3)")
+    part(page, "view-difference", "section:nth-of-type(2)", "section:last-of-type")
     page.close()
 
 
