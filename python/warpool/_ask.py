@@ -28,6 +28,7 @@ def explain(
     *,
     gpu: Optional[str] = None,
     capacity: Optional[Size] = None,
+    at: Union[str, int, None] = None,
     frameworks: Union[str, Iterable[str]] = (),
     all_frames: bool = False,
     fits: bool = True,
@@ -44,8 +45,10 @@ def explain(
 
     Args:
         recording: A path, the content of a file, a binary file, or what `torch.cuda.memory._snapshot()` returns.
-        gpu: The card that the program ran on, such as "a100-80gb".
-        capacity: Its memory instead, where the card has no name; recordings do not contain it.
+        gpu: A card, such as "a100-80gb": the one that the program ran out of memory on, or one on which it may fit.
+        capacity: Its memory instead, where the card has no name.
+        at: The moment: "allocated" (most allocated), "reserved" (most reserved), "oom", the number of an event, or a
+            time after the first event such as "1.5s". Without it, the last out-of-memory event, or else "allocated".
         frameworks: Packages or parts of paths whose code is not your own, beside torch and its companions.
         all_frames: Name the innermost line, whoever's code it is.
         fits: Whether to find out what would have fitted, which takes replays.
@@ -63,6 +66,7 @@ def explain(
     options = {
         **_device_memory(gpu, capacity),
         **_frames(frameworks, all_frames),
+        "at": None if at is None else str(at),
         "no_fits": not fits,
         "orders": count_option("orders", orders),
         "memory_limit": size_option("memory_limit", memory_limit),
@@ -169,6 +173,7 @@ def diff(
     before: Recording,
     after: Recording,
     *,
+    at: Union[str, int, None] = None,
     frameworks: Union[str, Iterable[str]] = (),
     all_frames: bool = False,
     page: bool = True,
@@ -176,7 +181,7 @@ def diff(
     memory_limit: Optional[Size] = None,
     progress: Optional[Progress] = None,
 ) -> Difference:
-    """Compares two recordings: what is new, gone, grown or shrunk at their peaks, by call stack.
+    """Compares two recordings: what is new, gone, grown or shrunk at equal moments, by call stack.
 
     >>> found = warpool.diff("before.pickle", "after.pickle")
     >>> found.changes[0].name, found.to_pandas(), found.save("report.html")
@@ -184,6 +189,7 @@ def diff(
     Args:
         before: The first recording, as for `explain`.
         after: The second.
+        at: The moment of both, as for `explain`; without it the most allocated.
         frameworks: Packages or parts of paths whose code is not your own.
         all_frames: Name the innermost line, whoever's code it is.
         page: Whether to make the page that compares them, which takes longer.
@@ -197,6 +203,7 @@ def diff(
     """
     options = {
         **_frames(frameworks, all_frames),
+        "at": None if at is None else str(at),
         "page": bool(page),
         "memory_limit": size_option("memory_limit", memory_limit),
     }
@@ -218,6 +225,7 @@ def view(
     capacity: Optional[Size] = None,
     frameworks: Union[str, Iterable[str]] = (),
     all_frames: bool = False,
+    fits: bool = True,
     memory_limit: Optional[Size] = None,
     progress: Optional[Progress] = None,
 ) -> Page:
@@ -228,7 +236,7 @@ def view(
     Args:
         recording: As for `explain`.
         device: Only this device; without it all, with a choice.
-        gpu, capacity, frameworks, all_frames, memory_limit, progress: As for `explain`.
+        gpu, capacity, frameworks, all_frames, fits, memory_limit, progress: As for `explain`.
 
     Raises:
         As `explain`.
@@ -236,6 +244,7 @@ def view(
     options = {
         **_device_memory(gpu, capacity),
         **_frames(frameworks, all_frames),
+        "no_fits": not fits,
         "device": count_option("device", device),
         "memory_limit": size_option("memory_limit", memory_limit),
     }

@@ -7,7 +7,7 @@ import { MARGIN } from "./view.js";
 import { pixelColumns } from "./columns.js";
 import { RangePlot, drawByteAxis, drawMarks, drawTimeAxis } from "./timeline.js";
 import { theme } from "./theme.js";
-import { groupColour } from "./colours.js";
+import { blockColour } from "./colours.js";
 
 /** How many bands are drawn. */
 const BANDS_MAX = 3000;
@@ -15,13 +15,14 @@ const BANDS_MAX = 3000;
 const STEP = 2;
 
 export class BandsPlot extends RangePlot {
-  constructor(element, view, note) {
+  constructor(element, view, note, onPin) {
     super(element, view, {
       draw: (...args) => this.drawBase(...args),
       describe: (x, y, width) => this.describeAt(x, y, width),
     });
     this.note = note;
-    view.listen(["recording", "range", "search"], () => this.base.redraw());
+    this.onPin = onPin;
+    view.listen(["recording", "range", "search", "colour", "pin"], () => this.base.redraw());
   }
 
   drawBase(context, width, height) {
@@ -37,11 +38,16 @@ export class BandsPlot extends RangePlot {
     fillBand(context, scale, { first: 0, end: layout.columns }, layout.sum, layout.total);
     layout.bands.forEach((band) => {
       const isDim = search && !search.matches[band.allocation];
-      context.fillStyle = groupColour(recording.groups.list[recording.groups.of[band.allocation]].rank);
+      context.fillStyle = blockColour(recording, view.colourBy, band.allocation);
       context.globalAlpha = isDim ? 0.15 : 1;
       fillBand(context, scale, band, band.bottom, null, recording.allocations.bytes[band.allocation]);
     });
     context.globalAlpha = 1;
+    const pinned = view.pinned && layout.bands.find((band) => band.allocation === view.pinned.allocation);
+    if (pinned) {
+      context.fillStyle = colours.text;
+      fillBand(context, scale, pinned, pinned.bottom, null, recording.allocations.bytes[pinned.allocation]);
+    }
     drawMarks(context, width, height, view);
     drawTimeAxis(context, width, height, view);
     const isComplete = layout.candidates === layout.bands.length && recording.info.figures.allocations_left_out === 0;
@@ -60,6 +66,13 @@ export class BandsPlot extends RangePlot {
       const bottom = band.bottom[column - band.first];
       return bytes >= bottom && bytes < bottom + height(band);
     });
+  }
+
+  /** A click on a band pins its stack, and leaves the cursor where it is. */
+  choose({ x, y }) {
+    const band = x >= MARGIN.left && this.layout ? this.bandAt(x, y) : null;
+    if (band) this.onPin(band.allocation);
+    return Boolean(band);
   }
 
   describeAt(x, y) {
@@ -81,15 +94,15 @@ export function allocationLines(recording, at) {
         recording.timeOf(until[at]) - recording.timeOf(from[at]),
       )})`;
   const group = groups.list[groups.of[at]];
-  const frames = recording.framesOf(at);
-  const shown = frames.slice(0, 14);
+  const stack = recording.shortStack(allocations.stack[at]);
   return [
     `${formatBytes(requested[at])}${rounding > 0 ? ` + ${formatBytes(rounding)} rounding` : ""}`,
-    frames.length ? null : group.call,
+    stack.length ? null : group.call,
+    recording.hasCategories && recording.categories[allocations.category[at]].label,
     `at 0x${allocations.addr[at].toString(16)}`,
     lives,
-    ...shown,
-    frames.length > shown.length ? `… and ${frames.length - shown.length} more frames` : null,
+    ...recording.contextLines(from[at]),
+    ...stack,
   ];
 }
 

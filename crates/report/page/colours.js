@@ -24,6 +24,21 @@ export function groupColour(rank) {
   });
 }
 
+/** The colour of a block for a reader's choice: by its category, or else by who allocated it. */
+export function blockColour(recording, colourBy, allocation) {
+  const { allocations, groups } = recording;
+  if (colourBy === "category") return theme().categories[allocations.category[allocation]];
+  return groupColour(groups.list[groups.of[allocation]].rank);
+}
+
+/** The colour of a category below dark text: in the light theme it is mixed with white. */
+export function paleCategory(index) {
+  const colour = theme().categories[index];
+  if (theme().isDark) return colour;
+  const channels = [1, 3, 5].map((at) => Number.parseInt(colour.slice(at, at + 2), 16));
+  return `rgb(${channels.map((value) => Math.round(255 - (255 - value) * 0.55)).join(" ")})`;
+}
+
 /** The colour of an age: 0 is allocated just now, 1 at the start. */
 export function ageColour(age) {
   const step = Math.round(Math.min(1, Math.max(0, age)) * 24) / 24;

@@ -1,6 +1,6 @@
 // One value of each kind per pixel column of a chart, from the level of detail that fits its width.
 
-import { PARTS, upperBound } from "./recording.js";
+import { upperBound } from "./recording.js";
 import { MARGIN } from "./view.js";
 
 /** The coarsest level that still has more buckets in a range than the chart has pixels. */
@@ -81,8 +81,8 @@ export function bytesOverColumns(recording, columns, isCounted) {
   return changes;
 }
 
-/** The top of each part in a bucket, from below. */
-export function partTops(level, bucket) {
+/** The top of each layer in a bucket, from below. */
+export function layerTops(layers, level, bucket) {
   let sum = 0;
-  return PARTS.map(({ name }) => (sum += level[name][bucket]));
+  return layers.map(({ bytes }) => (sum += bytes(level, bucket)));
 }

@@ -1,5 +1,5 @@
 // From the text inside the page to columns of numbers: base64, deflate, variable-length integers.
-// crates/cli/src/view/columns.rs writes what is read here.
+// crates/report/src/view/columns.rs writes what is read here.
 
 /** The bytes of a section of the page. */
 async function inflateSection(id) {

@@ -1,13 +1,15 @@
 // The difference of two recordings: both over time, what is new, gone, grown or shrunk, and a flame graph of both.
 
 import { Recording } from "./recording.js";
-import { formatBytes, formatCount } from "./format.js";
+import { formatBytes, formatCount, signedBytes } from "./format.js";
 import { Surface } from "./canvas.js";
 import { pixelColumns } from "./columns.js";
 import { drawAreas, drawByteAxis, drawMarks, drawTimeAxis } from "./timeline.js";
 import { FlameGraph, FlameTree } from "./flame.js";
-import { make } from "./holders.js";
-import { byId, figure, fillLegend } from "./report.js";
+import { byId, make, swatch } from "./dom.js";
+import { layersOf } from "./layers.js";
+import { figure } from "./summary.js";
+import { fillLegend } from "./report.js";
 import { View } from "./view.js";
 import { onThemeChange, theme } from "./theme.js";
 
@@ -86,12 +88,13 @@ export class Difference {
         `${formatBytes(pair.allocated_before)} → ${formatBytes(pair.allocated_after)}`,
         change(pair.allocated_before, pair.allocated_after),
       ),
-      values("peak live", (figures) => figures.peak_live.live_bytes),
-      values("peak reserved", (figures) => figures.peak_reserved.reserved_bytes),
+      values("most allocated", (figures) => figures.peak_live.live_bytes),
+      values("most reserved", (figures) => figures.peak_reserved.reserved_bytes),
     );
     byId("before-name").textContent = pair.before.name;
     byId("after-name").textContent = pair.after.name;
-    fillLegend(byId("legend"), [...pair.before.marks, ...pair.after.marks]);
+    fillLegend(byId("legend"), layersOf(this.sides[0], "part"), [...pair.before.marks, ...pair.after.marks]);
+    this.updateCategories();
     for (const surface of this.surfaces) surface.redraw();
     this.updateTable();
     this.updateFlame();
@@ -103,12 +106,33 @@ export class Difference {
     const top = Math.max(...all.map((columns) => columns.top));
     const view = this.views[side];
     const scale = drawByteAxis(context, width, height, top * 1.04);
-    drawAreas(context, all[side], scale);
+    drawAreas(context, all[side], scale, layersOf(view.recording, "part"));
     drawMarks(context, width, height, view);
     drawTimeAxis(context, width, height, view);
     const x = view.x(view.unitOf(view.cursor), width);
     context.fillStyle = theme().accent;
     context.fillRect(Math.round(x) - 1, 0, 2, height - 22);
+  }
+
+  /** Which kinds of memory changed, where the recordings tell. */
+  updateCategories() {
+    const { categories_before: before = [], categories_after: after = [] } = this.pair;
+    const bytesIn = (list, wanted) => list.find(({ name }) => name === wanted)?.bytes ?? 0;
+    const names = [...new Set([...before, ...after].map(({ name }) => name))];
+    byId("by-category").hidden = names.length === 0;
+    const head = make("tr", "", make("th", "", "category"));
+    for (const name of ["first", "second", "difference"]) head.append(make("th", "number", name));
+    const sizesOf = (name) => [bytesIn(before, name), bytesIn(after, name)];
+    const rows = names.filter((name) => sizesOf(name).some((bytes) => bytes > 0)).map((name) => {
+      const sizes = sizesOf(name);
+      const change = sizes[1] - sizes[0];
+      const direction = change > 0 ? "grown" : change < 0 ? "shrunk" : "";
+      const row = make("tr", "", make("td", "", swatch(theme().categoryNamed(name)), name));
+      for (const bytes of sizes) row.append(make("td", "number", formatBytes(bytes)));
+      row.append(make("td", `number ${direction}`, change === 0 ? "–" : signedBytes(change)));
+      return row;
+    });
+    byId("category-changes").replaceChildren(make("thead", "", head), make("tbody", "", ...rows));
   }
 
   updateTable() {

@@ -3,7 +3,8 @@
 import { formatBytes, formatShare } from "./format.js";
 import { Surface, fitText, pointerIn } from "./canvas.js";
 import { theme } from "./theme.js";
-import { groupColour } from "./colours.js";
+import { groupColour, paleCategory } from "./colours.js";
+import { pinCall } from "./pin.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";
 
 const FLAME_ROW = 18;
@@ -38,7 +39,7 @@ export class FlameTree {
       const frame = stacks.frame[at];
       const above = stacks.parent[at] < 0 ? 0 : nodeOf[stacks.parent[at]];
       const isLeftOut = stacks.passesThrough[frame] && !showsAll;
-      const kind = stacks.isFramework[frame] ? "framework" : "own";
+      const kind = stacks.isOwn[frame] ? "own" : "framework";
       nodeOf[at] = isLeftOut ? above : add(above, frame, stacks.frameText[frame], kind, frame);
     }
     // Without stacks there are sizes.
@@ -80,6 +81,31 @@ export class FlameTree {
     sumUp(count, this.parent);
     return { bytes, count };
   }
+
+  /** The category with the most bytes below every node at a position; -1 where nothing is allocated. */
+  categoriesAt(position) {
+    const { allocations, categories } = this.recording;
+    const sums = categories.map(() => new Float64Array(this.parent.length));
+    for (const at of this.recording.activeAt(position)) {
+      if (allocations.waits[at] > position) sums[allocations.category[at]][this.leaf[at]] += allocations.requested[at];
+    }
+    for (const sum of sums) sumUp(sum, this.parent);
+    const larger = (node) => (best, sum, index) => (sum[node] > (sums[best]?.[node] ?? 0) ? index : best);
+    return this.parent.map((_, node) => sums.reduce(larger(node), -1));
+  }
+
+  /** Whether a node is below another, or it. */
+  isBelow(node, above) {
+    for (let at = node; at >= 0; at = this.parent[at]) if (at === above) return true;
+    return false;
+  }
+
+  /** The frames from a node outwards. */
+  framesFrom(node) {
+    const frames = [];
+    for (let at = node; at > 0; at = this.parent[at]) if (this.frame[at] >= 0) frames.push(this.frame[at]);
+    return frames;
+  }
 }
 
 /** Adds every node's value to those above it. Parents have smaller numbers. */
@@ -103,7 +129,9 @@ export class FlameGraph {
     canvas.addEventListener("pointerleave", hideTooltip);
     canvas.addEventListener("click", (event) => {
       const node = this.find(pointerIn(event, canvas));
-      if (node !== undefined) this.zoomTo(node === this.focus ? 0 : node);
+      if (node === undefined) return;
+      this.zoomTo(node === this.focus ? 0 : node);
+      if (node > 0) this.model.pin?.(node);
     });
   }
 
@@ -186,7 +214,7 @@ export class CursorFlame {
     this.note = note;
     this.graph = new FlameGraph(canvas);
     this.trees = new Map();
-    view.listen(["recording", "cursor", "search", "frames"], () => this.update());
+    view.listen(["recording", "cursor", "search", "frames", "colour"], () => this.update());
   }
 
   tree() {
@@ -201,17 +229,25 @@ export class CursorFlame {
 
   update() {
     const tree = this.tree();
-    const { recording, cursor, search } = this.view;
+    const { recording, cursor, search, colourBy } = this.view;
     const { bytes, count } = tree.totalsAt(cursor);
+    const byCategory = colourBy === "category" && tree.categoriesAt(cursor);
     const isFound = search && foundNodes(tree, search);
     this.note.textContent = recording.info.has_stacks
-      ? "your code stands out; click a call to enlarge it"
+      ? `${byCategory ? "coloured by the category with most bytes" : "your code stands out"}; ` +
+        "click a call to enlarge it and pin its stack"
       : "by size: the recording has no call stacks";
     this.graph.show({
       tree,
       value: (node) => bytes[node],
       label: (node) => (node === 0 ? `all: ${formatBytes(bytes[0])}` : tree.text[node]),
+      pin: (node) => {
+        const title = tree.text[node];
+        const frames = tree.framesFrom(node);
+        this.view.pin(pinCall(recording, { title, frames, isBelow: (at) => tree.isBelow(tree.leaf[at], node) }));
+      },
       colour: (node) => {
+        if (byCategory && byCategory[node] >= 0) return paleCategory(byCategory[node]);
         const group = recording.groups.list[tree.group[node]];
         return group ? groupColour(group.rank) : frameColour(tree.kind[node], node);
       },
@@ -220,6 +256,7 @@ export class CursorFlame {
         tree.text[node],
         `${formatBytes(bytes[node])} in ${count[node]} ${count[node] === 1 ? "block" : "blocks"}, ` +
           `${formatShare(bytes[node], bytes[0])} of what is allocated`,
+        byCategory && byCategory[node] >= 0 && `mostly ${recording.categories[byCategory[node]].label}`,
       ],
     });
   }

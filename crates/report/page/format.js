@@ -13,6 +13,11 @@ export function formatBytes(bytes) {
   return `${sign}${Number.isInteger(value) ? value : oneDecimal(value)} ${name}`;
 }
 
+/** A difference in bytes, with its sign. */
+export function signedBytes(bytes) {
+  return `${bytes < 0 ? "" : "+"}${formatBytes(bytes)}`;
+}
+
 /** With one decimal; halves are rounded to even, as the command does. */
 function oneDecimal(value) {
   const tenths = Math.floor(value * 10);

@@ -1,24 +1,10 @@
 // A table of who holds memory at the cursor. It is also the legend of the colours.
 
 import { formatBytes, formatCount, formatShare } from "./format.js";
-import { groupColour } from "./colours.js";
+import { blockColour, groupColour } from "./colours.js";
+import { make, swatch } from "./dom.js";
 
 const ROWS = 60;
-
-/** An element with a class and text or children. */
-export function make(tag, className, ...content) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  element.append(...content);
-  return element;
-}
-
-/** A small square of a colour. */
-export function swatch(colour) {
-  const square = make("i");
-  square.style.background = colour;
-  return square;
-}
 
 export class HoldersTable {
   constructor(table, view, note, onChoose) {
@@ -26,7 +12,7 @@ export class HoldersTable {
     this.view = view;
     this.note = note;
     this.onChoose = onChoose;
-    view.listen(["recording", "cursor", "search"], () => this.update());
+    view.listen(["recording", "cursor", "search", "colour"], () => this.update());
   }
 
   update() {
@@ -43,13 +29,20 @@ export class HoldersTable {
     this.note.textContent = [listed, small].filter(Boolean).join("; ");
   }
 
-  row({ group, bytes, count, isFound }, total) {
-    const { call, line, rank } = this.view.recording.groups.list[group];
-    const name = make("td", "", make("div", "call", swatch(groupColour(rank)), call));
+  row({ group, bytes, count, isFound, largest }, total) {
+    const { recording, colourBy } = this.view;
+    const { call, line, rank } = recording.groups.list[group];
+    // The table is the legend of the colours: a holder has that of its largest block.
+    const colour = colourBy === "category" ? blockColour(recording, colourBy, largest) : groupColour(rank);
+    const name = make("td", "", make("div", "call", swatch(colour), call));
     if (line && line !== call) name.append(make("div", "line", `from ${line}`));
     const numbers = [formatBytes(bytes), formatShare(bytes, total), formatCount(count)];
     const row = make("tr", isFound ? "match" : "", name, ...numbers.map((text) => make("td", "number", text)));
-    row.addEventListener("click", () => this.onChoose(call));
+    row.tabIndex = 0;
+    row.addEventListener("click", () => this.onChoose(group));
+    row.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") this.onChoose(group);
+    });
     return row;
   }
 }
@@ -61,9 +54,10 @@ export function holdersAt(recording, position, search = null) {
   for (const at of recording.activeAt(position)) {
     if (allocations.waits[at] <= position) continue;
     const group = groups.of[at];
-    const holder = found.get(group) ?? { group, bytes: 0, count: 0 };
+    const holder = found.get(group) ?? { group, bytes: 0, count: 0, largest: at };
     holder.bytes += allocations.requested[at];
     holder.count += 1;
+    if (allocations.requested[at] > allocations.requested[holder.largest]) holder.largest = at;
     holder.isFound ||= Boolean(search?.matches[at]);
     found.set(group, holder);
   }

@@ -1,7 +1,6 @@
 // Keys of the report, and the list of them.
 
-import { byId } from "./report.js";
-import { make } from "./holders.js";
+import { byId, make } from "./dom.js";
 import { toggleTheme } from "./theme.js";
 
 /** What a key does in a report of one recording, and how it is explained. */
@@ -20,14 +19,17 @@ function reportKeys(report) {
     { keys: ["0"], label: "0", text: "show all", act: () => view.reset() },
     { keys: ["Home"], label: "Home, End", text: "the first or last event", act: () => view.moveCursor(0) },
     { keys: ["End"], act: () => view.moveCursor(view.recording.events) },
-    { keys: ["p"], label: "p", text: "the most live memory", act: () => report.toPeak("peak_live") },
+    { keys: ["p"], label: "p", text: "the most allocated memory", act: () => report.toPeak("peak_live") },
     { keys: ["r"], label: "r", text: "the most reserved memory", act: () => report.toPeak("peak_reserved") },
     { keys: ["o"], label: "o", text: "the next out-of-memory event", act: () => report.toNextMark("oom") },
     { keys: ["y"], label: "y", text: "the next retry", act: () => report.toNextMark("retry") },
-    { keys: ["a"], label: "a", text: "colour by stack or by age", act: () => view.toggleColour() },
+    { keys: ["a"], label: "a", text: "colour by stack, category or age", act: () => view.toggleColour() },
+    { keys: ["s"], label: "s", text: "memory over time by part or by category", act: () => view.toggleLayers() },
+    { keys: ["c"], label: "c", text: "copy the pinned stack", act: () => report.pin.copy() },
+    { keys: ["e"], label: "e", text: "the list of events; ↑ ↓ step through it", act: () => byId("events").focus() },
     { keys: ["f"], label: "f", text: "show or hide frames that only call on", act: () => view.toggleFrames() },
     { keys: ["x"], label: "x", text: "by time or by event", act: () => view.toggleAxis() },
-    { keys: [], label: "click", text: "set the cursor, at the most live memory of a pixel" },
+    { keys: [], label: "click", text: "set the cursor; on a block, a band, a call or a holder pin its stack" },
     { keys: [], label: "drag", text: "zoom to a range; a double click shows all" },
     { keys: [], label: "Ctrl and wheel", text: "zoom; with Shift it moves" },
   ];
@@ -41,7 +43,7 @@ export function connectKeys(report) {
     { keys: ["/"], label: "/", text: "search by function, file or line", act: () => search.focus() },
     { keys: ["t"], label: "t", text: "light or dark", act: toggleTheme },
     { keys: ["?"], label: "?", text: "this list", act: () => dialog.showModal() },
-    { keys: [], label: "Esc", text: "end the search, show all of the flame graph" },
+    { keys: [], label: "Esc", text: "unpin; then end the search, show all of the flame graph" },
   ];
   const keys = [...(report.view ? reportKeys(report) : []), ...common];
   const rows = keys.filter(({ label }) => label);
@@ -51,6 +53,7 @@ export function connectKeys(report) {
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || dialog.open) return;
     if (event.key === "Escape") {
+      if (report.pin?.close()) return;
       report.search("");
       report.flame.graph.zoomTo(0);
       search.blur();

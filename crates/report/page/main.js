@@ -1,6 +1,7 @@
 // Starts the page: reads what it shows, and opens the report or the difference.
 
-import { Report, byId } from "./report.js";
+import { byId } from "./dom.js";
+import { Report } from "./report.js";
 import { Difference } from "./difference.js";
 import { connectKeys } from "./keyboard.js";
 

@@ -4,7 +4,7 @@
 import { formatBytes, formatCount, formatShare } from "./format.js";
 import { Surface, fitText, pointerIn } from "./canvas.js";
 import { theme } from "./theme.js";
-import { ageColour, groupColour } from "./colours.js";
+import { ageColour, blockColour } from "./colours.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";
 import { allocationLines } from "./bands.js";
 
@@ -14,17 +14,17 @@ const MAP_LABEL = 19;
 const MAP_HEIGHT_MAX = 380;
 
 export class SegmentMap {
-  constructor(canvas, view) {
+  constructor(canvas, view, onPin) {
     this.view = view;
     this.canvas = canvas;
     this.surface = new Surface(canvas, (...args) => this.draw(...args));
     this.surface.height = (width) => this.measure(width);
-    view.listen(["recording", "cursor", "colour", "search"], () => this.surface.redraw());
+    view.listen(["recording", "cursor", "colour", "search", "pin"], () => this.surface.redraw());
     canvas.addEventListener("pointermove", (event) => this.hover(event));
     canvas.addEventListener("pointerleave", hideTooltip);
     canvas.addEventListener("click", (event) => {
       const found = this.find(pointerIn(event, canvas));
-      if (found?.allocation >= 0) view.moveCursor(view.recording.allocations.from[found.allocation]);
+      if (found?.allocation >= 0) onPin(found.allocation);
     });
   }
 
@@ -44,8 +44,8 @@ export class SegmentMap {
 
   draw(context, width) {
     const colours = theme();
-    const { recording, cursor, colourBy, search } = this.view;
-    const { allocations, groups } = recording;
+    const { recording, cursor, colourBy, search, pinned } = this.view;
+    const { allocations } = recording;
     this.places = [];
     if (this.paragraphs.length === 0) {
       context.font = colours.font;
@@ -69,13 +69,14 @@ export class SegmentMap {
         else if (colourBy === "age") {
           const age = oldest > 0 ? Math.log1p(cursor - allocations.from[piece.allocation]) / oldest : 1;
           context.fillStyle = ageColour(age);
-        } else context.fillStyle = groupColour(groups.list[groups.of[piece.allocation]].rank);
+        } else context.fillStyle = blockColour(recording, colourBy, piece.allocation);
         const isDim = search && piece.allocation >= 0 && !search.matches[piece.allocation];
         context.globalAlpha = isDim ? 0.18 : 1;
         this.fill(context, top, offset, piece);
         offset += piece.bytes;
       }
       context.globalAlpha = 1;
+      if (pinned?.allocation >= 0) this.outline(context, pinned.allocation);
       // The borders of segments.
       context.fillStyle = colours.gap;
       for (const start of paragraph.starts) {
@@ -103,6 +104,15 @@ export class SegmentMap {
       this.places.push({ x, y, size, piece });
       from += inRow;
       left -= inRow;
+    }
+  }
+
+  /** Shows where the pinned block is. */
+  outline(context, allocation) {
+    context.strokeStyle = theme().text;
+    context.lineWidth = 2;
+    for (const { x, y, size, piece } of this.places) {
+      if (piece.allocation === allocation) context.strokeRect(x, y, Math.max(2, size), MAP_ROW);
     }
   }
 

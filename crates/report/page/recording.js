@@ -10,8 +10,8 @@ export const NEVER = 2 ** 32 - 1;
 
 /** The parts of reserved memory, from below in the drawing. */
 export const PARTS = [
-  { name: "allocated", label: "allocated", help: "bytes that the program requested and has not freed" },
-  { name: "rounding", label: "rounding", help: "what blocks have beyond their requests" },
+  { name: "allocated", label: "requested", help: "bytes that the program requested and has not freed" },
+  { name: "rounding", label: "rounding", help: "what blocks have beyond their requests; PyTorch counts it too" },
   { name: "waiting", label: "waiting for streams", help: "freed, but a stream may still use it" },
   { name: "fragmentation", label: "fragmentation", help: "free between allocations; cannot go back to the driver" },
   { name: "cached", label: "cached", help: "free segments; empty_cache() would give them back to the driver" },
@@ -22,13 +22,16 @@ export class Recording {
   static async open(device) {
     const recording = new Recording();
     recording.info = device;
-    const [levels, allocations, ranges, stacks] = await Promise.all([
-      Promise.all(device.levels.map((level) => openLevel(level))),
-      ColumnReader.open(`${device.id}.allocations`).then(readAllocations),
+    const categories = device.categories.length;
+    const [levels, allocations, ranges, stacks, regions, contexts] = await Promise.all([
+      Promise.all(device.levels.map((level) => openLevel(level, categories))),
+      ColumnReader.open(`${device.id}.allocations`).then((reader) => readAllocations(reader, categories)),
       ColumnReader.open(`${device.id}.ranges`).then(readRanges),
       ColumnReader.open(`${device.id}.stacks`).then(readStacks),
+      ColumnReader.open(`${device.id}.regions`).then(readRegions),
+      ColumnReader.open(`${device.id}.contexts`).then(readContexts),
     ]);
-    Object.assign(recording, { levels, allocations, ranges, stacks });
+    Object.assign(recording, { levels, allocations, ranges, stacks, regions, contexts });
     recording.groups = makeGroups(recording);
     return recording;
   }
@@ -43,16 +46,39 @@ export class Recording {
     return this.levels[0].positions === 1;
   }
 
+  /** The kinds of memory, each with `name` and `label`; none if the recording does not tell. */
+  get categories() {
+    return this.info.categories;
+  }
+
+  get hasCategories() {
+    return this.categories.length > 0;
+  }
+
+  /** The texts that the program had set at an event, as lines. */
+  contextLines(position) {
+    const { contexts } = this;
+    const at = upperBound(contexts.position, position, 0, contexts.position.length) - 1;
+    if (at < 0) return [];
+    const text = (numbers) => (numbers[at] ? contexts.texts[numbers[at] - 1] : "");
+    const [metadata, compiled] = [text(contexts.metadata), text(contexts.compiled)];
+    return [metadata && `metadata: ${metadata}`, compiled && `compiled region: ${compiled}`].filter(Boolean);
+  }
+
+  /** The bucket of the finest level that a position is in. */
+  bucketAt(position) {
+    const level = this.levels[0];
+    return Math.min(level.count - 1, Math.floor(position / level.positions));
+  }
+
   /** The parts at a position. */
   sampleAt(position) {
-    const level = this.levels[0];
-    return sampleOf(level, Math.min(level.count - 1, Math.floor(position / level.positions)));
+    return sampleOf(this.levels[0], this.bucketAt(position));
   }
 
   /** The time of a position, in microseconds since the first event. */
   timeOf(position) {
-    const level = this.levels[0];
-    return level.time[Math.min(level.count - 1, Math.floor(position / level.positions))];
+    return this.levels[0].time[this.bucketAt(position)];
   }
 
   /** The last position that is not later than a time. */
@@ -103,12 +129,32 @@ export class Recording {
 
   /** The frames of an allocation, innermost first. */
   framesOf(allocation) {
-    const stack = this.allocations.stack[allocation];
+    return this.framesOfStack(this.allocations.stack[allocation]);
+  }
+
+  /** The frames of a stack, innermost first; 0 is no stack. */
+  framesOfStack(stack) {
     const frames = [];
     for (let node = stack ? this.stacks.node[stack - 1] : -1; node >= 0; node = this.stacks.parent[node]) {
-      frames.push(this.stacks.frameText[this.stacks.frame[node]]);
+      frames.push(this.stacks.frame[node]);
     }
     return frames;
+  }
+
+  /** Frames that tell a reader something: Python lines, or the native ones if there are no others. */
+  readable(frames) {
+    const { passesThrough, isPython } = this.stacks;
+    const telling = frames.filter((frame) => !passesThrough[frame]);
+    const python = telling.filter((frame) => isPython[frame]);
+    return [python, telling, frames].find((list) => list.length > 0) ?? [];
+  }
+
+  /** A few lines of a stack for a tooltip. */
+  shortStack(stack, max = 8) {
+    const frames = this.readable(this.framesOfStack(stack));
+    const lines = frames.slice(0, max).map((frame) => this.stacks.frameText[frame]);
+    if (frames.length > max) lines.push(`… and ${frames.length - max} more; a click pins all`);
+    return lines;
   }
 }
 
@@ -142,7 +188,7 @@ export function sampleOf(level, at) {
   return sample;
 }
 
-async function openLevel(info) {
+async function openLevel(info, categories) {
   const reader = await ColumnReader.open(info.id);
   const level = { positions: info.positions };
   level.time = reader.sums();
@@ -166,10 +212,11 @@ async function openLevel(info) {
     level.liveMin[at] = live - (below.length ? below[at] : 0);
     level.reservedMax[at] = level.reserved[at] + (above.length ? above[at] : 0);
   }
+  level.categories = Array.from({ length: categories }, () => reader.sums());
   return level;
 }
 
-function readAllocations(reader) {
+function readAllocations(reader, categories) {
   const sizes = [reader.column(), reader.column()];
   const from = reader.sums(Uint32Array);
   const count = from.length;
@@ -178,6 +225,7 @@ function readAllocations(reader) {
   const addr = reader.sums();
   const size = reader.column(Uint32Array);
   const stack = reader.column(Uint32Array);
+  const category = categories > 0 ? reader.column(Uint8Array) : new Uint8Array(0);
   const [waits, until] = [new Uint32Array(count), new Uint32Array(count)];
   const [bytes, requested] = [new Float64Array(count), new Float64Array(count)];
   for (let at = 0; at < count; at++) {
@@ -187,7 +235,7 @@ function readAllocations(reader) {
     bytes[at] = sizes[0][size[at]];
     requested[at] = sizes[1][size[at]];
   }
-  return { count, from, waits, until, addr, bytes, requested, stack };
+  return { count, from, waits, until, addr, bytes, requested, stack, category };
 }
 
 function readRanges(reader) {
@@ -204,6 +252,33 @@ function readRanges(reader) {
   return { count: from.length, from, until, addr, bytes, kind, segment, kinds: { stream, isLarge, pool } };
 }
 
+function readRegions(reader) {
+  const from = reader.sums();
+  const positions = reader.column();
+  const fromTime = reader.sums();
+  const times = reader.column();
+  const [row, open, name] = [reader.column(Uint8Array), reader.column(Uint8Array), reader.column(Uint32Array)];
+  const names = reader.json();
+  return {
+    count: from.length,
+    from,
+    until: Float64Array.from(from, (start, at) => start + positions[at]),
+    fromTime,
+    untilTime: Float64Array.from(fromTime, (start, at) => start + times[at]),
+    row,
+    rows: row.reduce((most, one) => Math.max(most, one + 1), 0),
+    hasStart: (at) => (open[at] & 1) === 0,
+    hasEnd: (at) => (open[at] & 2) === 0,
+    nameOf: (at) => names[name[at]],
+  };
+}
+
+function readContexts(reader) {
+  const position = reader.sums();
+  const [metadata, compiled] = [reader.column(Uint32Array), reader.column(Uint32Array)];
+  return { position, metadata, compiled, texts: reader.json() };
+}
+
 function readStacks(reader) {
   const parents = reader.column();
   const parent = Int32Array.from(parents, (value) => value - 1);
@@ -212,6 +287,9 @@ function readStacks(reader) {
   const [siteCall, siteLine] = [reader.column(), reader.column()];
   const [node, site] = [reader.column(Uint32Array), reader.column(Uint32Array)];
   const texts = reader.json();
+  const isPython = Array.from(file, (text) => /\.pyx?$|^<.*>$/.test(texts[text]));
+  const hasPython = isPython.includes(true);
+  const isFramework = Array.from(flags, (bits) => (bits & 2) !== 0);
   const frameText = Array.from(name, (text, at) => `${texts[text]} (${texts[file[at]]}:${line[at]})`);
   return {
     parent,
@@ -222,7 +300,9 @@ function readStacks(reader) {
     frameName: Array.from(name, (text) => texts[text]),
     /** It only calls on. */
     passesThrough: Array.from(flags, (bits) => (bits & 1) !== 0),
-    isFramework: Array.from(flags, (bits) => (bits & 2) !== 0),
+    isPython,
+    /** The program's own code: what is native in a Python program is a part of the framework. */
+    isOwn: isPython.map((python, at) => !isFramework[at] && (python || !hasPython)),
     sites: Array.from(siteCall, (call, at) => ({ call: texts[call], line: texts[siteLine[at]] })),
   };
 }

@@ -1,6 +1,6 @@
 // The report of one recording: puts the drawings, the table and the buttons together.
 
-import { PARTS, Recording, eventName } from "./recording.js";
+import { Recording, eventName } from "./recording.js";
 import { formatBytes, formatCount, formatShare, formatTime } from "./format.js";
 import { View } from "./view.js";
 import { findFrames, foundAt } from "./search.js";
@@ -8,20 +8,22 @@ import { Overview, TimelinePlot } from "./timeline.js";
 import { BandsPlot } from "./bands.js";
 import { SegmentMap } from "./map.js";
 import { CursorFlame } from "./flame.js";
-import { HoldersTable, make, swatch } from "./holders.js";
+import { HoldersTable } from "./holders.js";
+import { RegionStrip } from "./regions.js";
+import { EventTable } from "./eventtable.js";
+import { PinPanel, pinAllocation, pinHolder } from "./pin.js";
+import { figure, fillAdvice, fillMoments, fillProse, markMoment } from "./summary.js";
+import { categoryLayers, layersOf } from "./layers.js";
+import { applyHash, keepHash, readHash } from "./hash.js";
+import { byId, make, swatch } from "./dom.js";
 import { onThemeChange, theme } from "./theme.js";
 import { ageColour } from "./colours.js";
 
-/** An element of the page by its id. */
-export function byId(id) {
-  return document.getElementById(id);
-}
-
-/** The legend of the parts. */
-export function fillLegend(list, marks) {
-  const { parts, text, oom, retry } = theme();
-  const items = PARTS.map(({ name, label, help }) => {
-    const item = make("li", "", swatch(parts[name]), label);
+/** The legend of the layers. */
+export function fillLegend(list, layers, marks) {
+  const { text, oom, retry } = theme();
+  const items = layers.map(({ label, help, colour }) => {
+    const item = make("li", "", swatch(colour), label);
     item.title = help;
     return item;
   });
@@ -35,20 +37,23 @@ export function fillLegend(list, marks) {
   list.replaceChildren(...items);
 }
 
-/** The headline and the sentences of an explanation. */
-export function fillProse({ headline, prose, remarks, figures }) {
-  const heading = byId("headline");
-  heading.textContent = headline[0].toUpperCase() + headline.slice(1);
-  heading.className = figures.ooms > 0 ? "oom" : "";
-  const lines = [...prose, ...remarks.map((remark) => `Remark: ${remark}.`)].filter(Boolean);
-  byId("prose").replaceChildren(...lines.map((line) => make("p", "", line)));
-}
-
-/** A figure with its name. */
-export function figure(name, value, detail = "") {
-  const data = make("dd", "", value, " ", make("small", "", detail));
-  data.dataset.figure = name.replaceAll(" ", "-");
-  return make("div", "", make("dt", "", name), data);
+/** Layers of one bucket: a bar, and a list with bytes and shares of a whole. */
+function shares(layers, level, bucket, whole) {
+  const bar = make("div", "bar");
+  const list = make("ul");
+  for (const { name, label, help, colour, bytes: of } of layers) {
+    const bytes = of(level, bucket);
+    const piece = make("span");
+    piece.style.cssText = `flex: ${bytes} 0 0; background: ${colour}`;
+    piece.title = `${label}: ${formatBytes(bytes)}`;
+    bar.append(piece);
+    const item = make("li", "", swatch(colour), `${label} `, make("b", "", formatBytes(bytes)), " ");
+    item.append(make("span", "", formatShare(bytes, whole)));
+    item.title = help;
+    item.dataset.part = name;
+    list.append(item);
+  }
+  return { bar, list };
 }
 
 export class Report {
@@ -56,9 +61,11 @@ export class Report {
     const report = new Report();
     report.manifest = manifest;
     report.recordings = new Map();
-    const recording = await report.recording(0);
+    const choices = readHash();
+    report.device = manifest.devices[choices.device] ? Number(choices.device) : 0;
+    const recording = await report.recording(report.device);
     byId("main").replaceChildren(byId("report").content.cloneNode(true));
-    report.build(recording);
+    report.build(recording, choices);
     return report;
   }
 
@@ -70,21 +77,32 @@ export class Report {
     return this.recordings.get(number);
   }
 
-  build(recording) {
+  build(recording, choices) {
     const view = (this.view = new View(recording));
+    const pinBlock = (at) => view.pin(pinAllocation(view.recording, at));
+    const pinGroup = (group) => view.pin(pinHolder(view.recording, group, view.cursor));
     this.overview = new Overview(byId("overview"), view);
     this.timeline = new TimelinePlot(byId("timeline"), view);
-    this.bands = new BandsPlot(byId("bands"), view, byId("bands-note"));
-    this.map = new SegmentMap(byId("map"), view);
+    this.regions = new RegionStrip(byId("regions"), view, byId("regions-note"));
+    this.bands = new BandsPlot(byId("bands"), view, byId("bands-note"), pinBlock);
+    this.map = new SegmentMap(byId("map"), view, pinBlock);
     this.flame = new CursorFlame(byId("flame"), view, byId("flame-note"));
-    this.holders = new HoldersTable(byId("holders"), view, byId("holders-note"), (call) => this.search(call));
+    this.holders = new HoldersTable(byId("holders"), view, byId("holders-note"), pinGroup);
+    const table = { scroll: byId("events"), note: byId("events-note") };
+    this.events = new EventTable({ ...table, action: byId("event-action"), text: byId("event-text") }, view, pinBlock);
+    this.pin = new PinPanel(byId("pin"), view, (call) => this.search(call));
     view.listen(["recording"], () => this.updateSummary());
+    view.listen(["recording", "layers"], () => this.updateLegend());
     view.listen(["recording", "cursor"], () => this.updateMoment());
     view.listen(["cursor", "search"], () => this.updateFound());
-    view.listen(["range", "colour", "frames"], () => this.updateTools());
-    onThemeChange(() => view.changed("recording", "range", "cursor", "colour"));
+    view.listen(["range", "colour", "frames", "layers", "recording"], () => this.updateTools());
+    // The data is the same: only what has colours is drawn again.
+    onThemeChange(() => view.changed("range", "cursor", "colour", "layers"));
     this.connect();
-    view.changed("recording", "range", "cursor", "colour", "frames");
+    view.changed("recording", "range", "cursor", "colour", "frames", "layers");
+    applyHash(view, choices);
+    view.changed("colour", "layers");
+    keepHash(view, () => this.device);
   }
 
   connect() {
@@ -100,14 +118,18 @@ export class Report {
     click("to-reserved", () => this.toPeak("peak_reserved"));
     click("to-oom", () => this.toNextMark("oom"));
     click("colour", () => view.toggleColour());
+    click("bands-colour", () => view.toggleColour());
+    click("layers", () => view.toggleLayers());
     click("frames", () => view.toggleFrames());
     byId("search").addEventListener("input", () => this.search(byId("search").value));
     const choice = byId("device");
     const { devices } = this.manifest;
     byId("devices").hidden = devices.length < 2;
     choice.replaceChildren(...devices.map(({ device }, at) => new Option(String(device), String(at))));
+    choice.value = String(this.device);
     choice.addEventListener("change", async () => {
-      view.open(await this.recording(Number(choice.value)));
+      this.device = Number(choice.value);
+      view.open(await this.recording(this.device));
       this.search(byId("search").value);
     });
   }
@@ -134,26 +156,27 @@ export class Report {
     const { info } = this.view.recording;
     const { figures } = info;
     fillProse(info);
-    const at = (peak) => (figures.duration_us > 0 ? `at ${formatTime(peak.time_us)}` : "");
     const duration = figures.duration_us > 0 ? `in ${formatTime(figures.duration_us)}` : "";
+    fillAdvice(info.advice);
+    fillMoments(this.view.recording, ({ position, name }) => {
+      if (name === "out of memory") this.toNextMark("oom");
+      else this.view.moveCursor(position);
+    });
     const { peak_live: live, peak_reserved: reserved } = figures;
-    const lost = reserved.reserved_bytes - reserved.live_bytes;
+    const unused = reserved.reserved_bytes - reserved.live_bytes;
     byId("figures").replaceChildren(
-      figure("peak live", formatBytes(live.live_bytes), at(live)),
-      figure("peak reserved", formatBytes(reserved.reserved_bytes), at(reserved)),
-      figure("not live at that peak", formatBytes(lost), formatShare(lost, reserved.reserved_bytes)),
+      figure("not allocated at most reserved", formatBytes(unused), formatShare(unused, reserved.reserved_bytes)),
       figure("events", formatCount(figures.events), duration),
       figure("allocations", formatCount(figures.allocations)),
       figure("retries", formatCount(figures.retries)),
       figure("out of memory", formatCount(figures.ooms)),
     );
-    fillLegend(byId("legend"), info.marks);
     byId("to-oom").hidden = figures.ooms === 0;
     // Without a history there is one moment.
-    byId("over-time").hidden = byId("moves").hidden = figures.events === 0;
+    byId("over-time").hidden = byId("moves").hidden = byId("event-list").hidden = figures.events === 0;
     for (const id of ["timeline", "bands"]) {
       byId(id).setAttribute("role", "img");
-      byId(id).setAttribute("aria-label", `${info.headline}; peak live ${formatBytes(live.live_bytes)}`);
+      byId(id).setAttribute("aria-label", `${info.headline}; most allocated ${formatBytes(live.live_bytes)}`);
     }
   }
 
@@ -165,28 +188,31 @@ export class Report {
       ? "When the snapshot was taken"
       : `At ${formatTime(recording.timeOf(cursor))}, ${eventName(cursor)}${event.text && `: ${event.text}`}`;
     byId("moment").textContent = when;
-    const { parts } = theme();
-    const bar = make("div", "bar");
-    const list = make("ul");
-    for (const { name, label, help } of PARTS) {
-      const piece = make("span");
-      piece.style.cssText = `flex: ${sample[name]} 0 0; background: ${parts[name]}`;
-      piece.title = `${label}: ${formatBytes(sample[name])}`;
-      bar.append(piece);
-      const item = make("li", "", swatch(parts[name]), `${label} `, make("b", "", formatBytes(sample[name])), " ");
-      item.append(make("span", "", formatShare(sample[name], sample.reserved)));
-      item.title = help;
+    markMoment(recording, cursor);
+    const level = recording.levels[0];
+    const bucket = recording.bucketAt(cursor);
+    const { bar, list } = shares(layersOf(recording, "part"), level, bucket, sample.reserved);
+    const total = (name, label, bytes) => {
+      const item = make("li", "", `${label} `, make("b", "", formatBytes(bytes)));
       item.dataset.part = name;
       list.append(item);
-    }
-    const total = make("li", "", "reserved ", make("b", "", formatBytes(sample.reserved)));
-    total.dataset.part = "reserved";
-    list.append(total);
+    };
+    total("live", "allocated (requested + rounding)", sample.live);
+    total("reserved", "reserved", sample.reserved);
     if (!recording.isExact) {
-      const count = recording.levels[0].positions;
-      list.append(make("li", "", make("span", "", `of ${count} events the one with the most live memory`)));
+      list.append(make("li", "", make("span", "", `of ${level.positions} events the one with the most live memory`)));
     }
     byId("parts").replaceChildren(bar, list);
+    byId("categories").hidden = !recording.hasCategories;
+    if (!recording.hasCategories) return;
+    const categories = shares(categoryLayers(recording), level, bucket, sample.allocated);
+    categories.list.prepend(make("li", "", make("span", "", "requested, by category:")));
+    byId("categories").replaceChildren(categories.bar, categories.list);
+  }
+
+  updateLegend() {
+    const { recording, stackBy } = this.view;
+    fillLegend(byId("legend"), layersOf(recording, stackBy), recording.info.marks);
   }
 
   updateFound() {
@@ -206,6 +232,9 @@ export class Report {
     byId("axis").textContent = view.axis === "time" ? "by time" : "by event";
     byId("axis").disabled = view.recording.info.figures.duration_us === 0;
     byId("colour").textContent = `coloured by ${view.colourBy}`;
+    byId("bands-colour").textContent = `coloured by ${view.colourBy === "category" ? "category" : "stack"}`;
+    byId("bands-colour").hidden = byId("layers").hidden = !view.recording.hasCategories;
+    byId("layers").textContent = `stacked by ${view.stackBy}`;
     byId("ages").hidden = view.colourBy !== "age";
     byId("ages").querySelector(".ramp").style.background =
       `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(ageColour).join(", ")})`;

@@ -3,18 +3,27 @@
 const listeners = [];
 let colours = null;
 
+/** In the order in which the data has them. */
+const CATEGORY_VARIABLES = [
+  "parameters", "gradients", "optimizer-state", "activations", "temporaries", "inputs", "unknown",
+];
+
 /** The colours of the current theme. */
 export function theme() {
   if (!colours) {
     const style = getComputedStyle(document.documentElement);
     const value = (name) => style.getPropertyValue(name).trim();
-    const names = ["surface", "text", "muted", "line", "grid", "accent", "oom", "retry", "free", "gap", "match"];
+    const names = [
+      "surface", "text", "muted", "line", "grid", "accent", "oom", "retry", "free", "gap", "match", "region",
+    ];
     colours = { isDark: value("--scheme") === "dark", font: value("--font-small") };
     for (const name of names) colours[name] = value(`--${name}`);
     colours.parts = {};
     for (const part of ["allocated", "rounding", "waiting", "fragmentation", "cached"]) {
       colours.parts[part] = value(`--part-${part}`);
     }
+    colours.categoryNamed = (label) => value(`--category-${label.replaceAll(" ", "-")}`);
+    colours.categories = CATEGORY_VARIABLES.map((name) => value(`--category-${name}`));
   }
   return colours;
 }

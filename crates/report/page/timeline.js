@@ -1,10 +1,11 @@
 // Memory over time: the parts of what is reserved as areas, marks, the cursor; an overview of the whole above it.
 
-import { PARTS, eventName, markText, sampleOf } from "./recording.js";
+import { eventName, markText, sampleOf } from "./recording.js";
 import { axisTime, byteTicks, formatBytes, formatCount, formatTime, roundTicks } from "./format.js";
 import { Surface, pointerIn } from "./canvas.js";
 import { MARGIN } from "./view.js";
-import { bytesOverColumns, partTops, pixelColumns, positionAtPixel } from "./columns.js";
+import { bytesOverColumns, layerTops, pixelColumns, positionAtPixel } from "./columns.js";
+import { layersOf } from "./layers.js";
 import { theme } from "./theme.js";
 import { hideTooltip, showTooltip } from "./tooltip.js";
 
@@ -47,16 +48,16 @@ export function drawTimeAxis(context, width, height, view) {
 }
 
 /** The areas of a range of columns, and the line of what is reserved. */
-export function drawAreas(context, columns, scale) {
+export function drawAreas(context, columns, scale, layers) {
   const colours = theme();
   const { level, bucket, pixels } = columns;
-  const tops = Array.from(bucket, (at) => partTops(level, at));
-  for (let part = PARTS.length - 1; part >= 0; part--) {
-    context.fillStyle = colours.parts[PARTS[part].name];
+  const tops = Array.from(bucket, (at) => layerTops(layers, level, at));
+  for (let layer = layers.length - 1; layer >= 0; layer--) {
+    context.fillStyle = layers[layer].colour;
     context.beginPath();
     context.moveTo(MARGIN.left, scale(0));
     for (let pixel = 0; pixel < pixels; pixel++) {
-      const y = scale(tops[pixel][part]);
+      const y = scale(tops[pixel][layer]);
       context.lineTo(MARGIN.left + pixel, y);
       context.lineTo(MARGIN.left + pixel + 1, y);
     }
@@ -67,7 +68,7 @@ export function drawAreas(context, columns, scale) {
   context.fillStyle = colours.surface;
   context.globalAlpha = 0.35;
   for (let pixel = 0; pixel < pixels; pixel++) {
-    const [low, high] = [columns.liveMin[pixel], tops[pixel][1]];
+    const [low, high] = [columns.liveMin[pixel], level.allocated[bucket[pixel]] + level.rounding[bucket[pixel]]];
     if (high > low) context.fillRect(MARGIN.left + pixel, scale(high), 1, scale(low) - scale(high));
   }
   context.globalAlpha = 1;
@@ -152,9 +153,14 @@ export class RangePlot {
     const at = pointerIn(event, this.element);
     const { view, brush, width } = this;
     if (brush) view.show(view.unitAt(Math.max(MARGIN.left, brush[0]), width), view.unitAt(brush[1], width));
-    else if (this.pressed) view.moveCursor(this.positionAt(at.x));
+    else if (this.pressed && !this.choose(at)) view.moveCursor(this.positionAt(at.x));
     this.pressed = this.brush = null;
     this.over.redraw();
+  }
+
+  /** Whether a click chose something that is drawn there, and so does not move the cursor. */
+  choose() {
+    return false;
   }
 
   cancel() {
@@ -211,14 +217,14 @@ export class TimelinePlot extends RangePlot {
       draw: (...args) => this.drawBase(...args),
       describe: (x, y, width) => this.describeAt(x, width),
     });
-    view.listen(["recording", "range", "search"], () => this.base.redraw());
+    view.listen(["recording", "range", "search", "layers"], () => this.base.redraw());
   }
 
   drawBase(context, width, height) {
     const { view } = this;
     const columns = pixelColumns(view.recording, view, width);
     const scale = drawByteAxis(context, width, height, columns.top * 1.04);
-    drawAreas(context, columns, scale);
+    drawAreas(context, columns, scale, layersOf(view.recording, view.stackBy));
     if (view.search) this.drawFound(context, columns, scale);
     drawMarks(context, width, height, view);
     drawTimeAxis(context, width, height, view);
@@ -245,13 +251,16 @@ export class TimelinePlot extends RangePlot {
     );
     const columns = pixelColumns(view.recording, view, width);
     const pixel = Math.min(columns.pixels - 1, Math.max(0, Math.floor(x - MARGIN.left)));
-    const sample = sampleOf(columns.level, columns.bucket[pixel]);
-    const parts = PARTS.filter(({ name }) => sample[name] > 0);
+    const bucket = columns.bucket[pixel];
+    const sample = sampleOf(columns.level, bucket);
+    const { level } = columns;
+    const layers = layersOf(view.recording, view.stackBy).map(({ label, bytes }) => [label, bytes(level, bucket)]);
     return [
-      `${formatBytes(sample.live)} live, ${formatBytes(sample.reserved)} reserved`,
+      `${formatBytes(sample.live)} allocated, ${formatBytes(sample.reserved)} reserved`,
       near && markText(near),
-      ...parts.map(({ name, label }) => `${label}: ${formatBytes(sample[name])}`),
+      ...layers.filter(([, bytes]) => bytes > 0).map(([label, bytes]) => `${label}: ${formatBytes(bytes)}`),
       `${formatTime(sample.time)}, ${eventName(sample.position)}`,
+      ...view.recording.contextLines(sample.position),
     ];
   }
 }
@@ -293,12 +302,13 @@ export class Overview {
     const columns = pixelColumns(view.recording, this.whole, width);
     const scale = (bytes) => height - 1 - (bytes / Math.max(1, columns.top)) * (height - 4);
     for (let pixel = 0; pixel < columns.pixels; pixel++) {
-      const tops = partTops(columns.level, columns.bucket[pixel]);
+      const bucket = columns.bucket[pixel];
+      const live = columns.level.allocated[bucket] + columns.level.rounding[bucket];
       const x = MARGIN.left + pixel;
       context.fillStyle = colours.parts.cached;
       context.fillRect(x, scale(columns.reservedMax[pixel]), 1, height);
       context.fillStyle = colours.parts.allocated;
-      context.fillRect(x, scale(tops[1]), 1, height);
+      context.fillRect(x, scale(live), 1, height);
     }
     const [left, right] = [this.x(view.from, width), this.x(view.to, width)];
     context.fillStyle = colours.surface;

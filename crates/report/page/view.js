@@ -14,6 +14,8 @@ export class View {
   constructor(recording) {
     this.listeners = [];
     this.colourBy = "stack";
+    this.stackBy = "part";
+    this.pinned = null;
     this.showsAllFrames = false;
     this.search = null;
     this.open(recording);
@@ -25,10 +27,17 @@ export class View {
     this.axis = isEvenlySpread(recording) ? "time" : "events";
     this.cursor = recording.info.moment_position;
     [this.from, this.to] = this.whole;
-    this.changed("recording", "range", "cursor");
+    this.pinned = null;
+    if (!recording.hasCategories) {
+      this.stackBy = "part";
+      if (this.colourBy === "category") this.colourBy = "stack";
+    }
+    this.changed("recording", "range", "cursor", "colour", "layers", "pin");
   }
 
-  /** Calls `listener(what)` after a change: `recording`, `range`, `cursor`, `colour`, `search` or `frames`. */
+  /**
+   * Calls `listener()` after a change: `recording`, `range`, `cursor`, `colour`, `layers`, `search`, `frames` or `pin`.
+   */
   listen(what, listener) {
     this.listeners.push({ what, listener });
   }
@@ -110,9 +119,28 @@ export class View {
     else this.show(this.unitOf(from), this.unitOf(to));
   }
 
+  /** What blocks may be coloured by. */
+  get colourings() {
+    return this.recording.hasCategories ? ["stack", "category", "age"] : ["stack", "age"];
+  }
+
   toggleColour() {
-    this.colourBy = this.colourBy === "stack" ? "age" : "stack";
+    const { colourings } = this;
+    this.colourBy = colourings[(colourings.indexOf(this.colourBy) + 1) % colourings.length];
     this.changed("colour");
+  }
+
+  /** Memory over time by part, or by category where those are known. */
+  toggleLayers() {
+    if (!this.recording.hasCategories) return;
+    this.stackBy = this.stackBy === "part" ? "category" : "part";
+    this.changed("layers");
+  }
+
+  /** Shows the stack of something until it is unpinned; the cursor stays where it is. */
+  pin(pinned) {
+    this.pinned = pinned;
+    this.changed("pin");
   }
 
   toggleFrames() {

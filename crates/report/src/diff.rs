@@ -7,7 +7,7 @@ use warpool_trace::diff::{CategoryChange, ChangeKind, HolderChange, category_cha
 use warpool_trace::explain::{Explanation, Moment};
 
 use crate::bytes_text::text;
-use crate::explain::{categories_list, moment_name};
+use crate::explain::moment_name;
 use crate::view::{DevicePart, Page};
 
 /// What is known of one device of a recording.
@@ -58,8 +58,8 @@ pub fn page(names: [&str; 2], pairs: &[(&Side, &Side)]) -> Page {
             "after": sides[1],
             "allocated_before": before.bytes_requested,
             "allocated_after": after.bytes_requested,
-            "categories_before": categories_list(before),
-            "categories_after": categories_list(after),
+            "categories_before": sides[0]["categories_at_moment"],
+            "categories_after": sides[1]["categories_at_moment"],
             "changes": changed.into_iter().map(change_object).collect::<Vec<_>>(),
         }));
     }

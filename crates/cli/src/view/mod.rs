@@ -6,6 +6,7 @@ use indicatif::ProgressBar;
 use serde_json::{Value, json};
 use warpool_report::view::Page;
 use warpool_report::view::{figures, page};
+use warpool_trace::RecordingFormat;
 use warpool_trace::explain::{ExplainOptions, Frameworks};
 use warpool_trace::timeline::{TimelineOptions, timelines};
 
@@ -18,9 +19,10 @@ use crate::size;
 /// Writes a page for the browser: memory over time, and who holds it at any moment
 ///
 /// One HTML file with everything in it, which needs no network and no server: what was allocated, cached and lost over
-/// time; the segments and blocks, a flame graph and the largest holders at the cursor; allocations as bands; search by
-/// frame; out-of-memory events and retries. Record with stacks to see who holds memory:
-/// torch.cuda.memory._record_memory_history(). `warpool diff A B -o FILE` compares two recordings in a page.
+/// time; the segments and blocks, a flame graph and the largest holders at the cursor; allocations as bands; events and
+/// regions that the program named; search by frame; out-of-memory events and retries; stacks to pin and copy.
+/// Record with stacks to see who holds memory: torch.cuda.memory._record_memory_history(). `warpool diff A B -o FILE`
+/// compares two recordings in a page.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "A report that exists is replaced; any other file is not.\n\
     Exit status: 0 success, 2 the file cannot be read, or the page cannot be written.\n\n\
@@ -43,6 +45,9 @@ pub struct Args {
     /// A package or a part of a path whose code is not your own, beside torch and its companions; may be repeated
     #[arg(long, value_name = "NAME")]
     framework: Vec<String>,
+    /// Leave out what to do, which takes replays
+    #[arg(long)]
+    no_fits: bool,
     /// The most memory of this machine that it may take, for example 16GiB
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory_limit: Option<u64>,
@@ -85,6 +90,8 @@ fn make(file: &Path, name: &str, args: &Args, bar: &ProgressBar) -> std::result:
         explain: ExplainOptions {
             capacity: args.capacity.bytes(),
             frameworks: frameworks.clone(),
+            not_of_pytorch: opened.recording.format == RecordingFormat::RmmLog,
+            skips_fits: args.no_fits,
             memory_limit: Some(opened.memory_limit),
             progress: Some(&|progress| show_progress(bar, progress)),
             ..ExplainOptions::default()

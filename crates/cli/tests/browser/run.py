@@ -17,6 +17,8 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from devtools import Browser, BrowserError  # noqa: E402
+from expect import equal, holds, size_text  # noqa: E402
+import parts  # noqa: E402
 
 RECORDINGS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../../../recordings")
 CHECKS = []
@@ -51,29 +53,38 @@ class Context:
         page, figures = self.made(name)
         return self.browser.open(page, **options), figures
 
+    def changed(self, path, name, change):
+        """A copy of a page, with `change(manifest)` applied to what its script is told."""
+        with open(path, encoding="utf-8") as file:
+            before, rest = file.read().split('id="manifest">', 1)
+        text, after = rest.split("</script>", 1)
+        manifest = json.loads(text)
+        change(manifest)
+        text = json.dumps(manifest).replace("<", "\\u003c")
+        copy = os.path.join(self.folder, name)
+        with open(copy, "w", encoding="utf-8") as file:
+            file.write(f'{before}id="manifest">{text}</script>{after}')
+        return copy
 
-def equal(found, expected, what):
-    if found != expected:
-        raise AssertionError(f"{what}: {found!r} instead of {expected!r}")
-
-
-def holds(condition, what):
-    if not condition:
-        raise AssertionError(what)
-
-
-def size_text(size):
-    """Bytes in the words of the page, written a second time."""
-    for unit, factor in [("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)]:
-        if size >= factor:
-            return f"{size // factor} {unit}" if size % factor == 0 else f"{size / factor:.1f} {unit}"
-    return f"{size} B"
+    def difference(self):
+        """The page of two recordings, and what the command prints about them."""
+        if "difference" not in self.pages:
+            files = [os.path.join(RECORDINGS, f"{name}.pickle.xz") for name in ["verdict.limit", "verdict.growth"]]
+            path = os.path.join(self.folder, "difference.html")
+            self.pages["difference"] = path, self.run("diff", *files, "-o", path, "--json")[0]
+        return self.pages["difference"]
 
 
 def part_texts(page):
     """The parts that are shown at the cursor."""
     return page.evaluate("""Object.fromEntries([...document.querySelectorAll("#parts li")].map(
         (item) => [item.dataset.part, item.querySelector("b").innerText]))""")
+
+
+def moment_texts(page):
+    """The bytes of the moments that the reader can go to."""
+    return page.evaluate("""Object.fromEntries([...document.querySelectorAll("#moments button")].map(
+        (button) => [button.dataset.moment, button.querySelector(".value").innerText]))""")
 
 
 def view(page, expression):
@@ -91,8 +102,10 @@ def figures_are_those_of_the_json(context):
         page, figures = context.open(name)
         shown = page.evaluate("""Object.fromEntries([...document.querySelectorAll("#figures dd")].map(
             (data) => [data.dataset.figure, data.firstChild.textContent]))""")
-        equal(shown["peak-live"], size_text(figures["peak_live"]["live_bytes"]), "peak live")
-        equal(shown["peak-reserved"], size_text(figures["peak_reserved"]["reserved_bytes"]), "peak reserved")
+        moments = moment_texts(page)
+        equal(moments["most-allocated"], size_text(figures["peak_live"]["live_bytes"]), "most allocated")
+        equal(moments["most-reserved"], size_text(figures["peak_reserved"]["reserved_bytes"]), "most reserved")
+        equal("out-of-memory" in moments, figures["ooms"] > 0, "there is a button if there is an event")
         for key in ["events", "allocations", "retries"]:
             equal(shown[key], f"{figures[key]:,}", key)
         equal(shown["out-of-memory"], str(figures["ooms"]), "out of memory")
@@ -101,6 +114,7 @@ def figures_are_those_of_the_json(context):
             page.settle()
             expected = {part: size_text(size) for part, size in figures[peak]["parts"].items()}
             expected["reserved"] = size_text(figures[peak]["reserved_bytes"])
+            expected["live"] = size_text(figures[peak]["live_bytes"])
             equal(part_texts(page), expected, f"{name}: parts at {peak}")
         equal(page.problems(), [], "problems")
         page.close()
@@ -301,11 +315,12 @@ def everything_is_drawn_in_both_themes(context):
 @check
 def narrow_window_has_no_sideways_scroll(context):
     for name in ["oom_stacks.fraction_6gib", "verdict.growth"]:
-        page, _ = context.open(name, width=390, height=800)
-        overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-        holds(overflow <= 0, f"{name}: {overflow} pixels too wide")
-        equal(page.problems(), [], "problems")
-        page.close()
+        for width in [390, 480]:
+            page, _ = context.open(name, width=width, height=800)
+            overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            holds(overflow <= 0, f"{name}: {overflow} pixels too wide")
+            equal(page.problems(), [], "problems")
+            page.close()
 
 
 @check
@@ -322,9 +337,7 @@ def odd_recordings_open(context):
 
 @check
 def difference_is_that_of_the_json(context):
-    files = [os.path.join(RECORDINGS, f"{name}.pickle.xz") for name in ["verdict.limit", "verdict.growth"]]
-    path = os.path.join(context.folder, "difference.html")
-    expected = context.run("diff", *files, "-o", path, "--json")[0]
+    path, expected = context.difference()
     page = context.browser.open(path)
     changed = [change for change in expected["changes"] if change["kind"] != "same"]
     rows = page.evaluate("""[...document.querySelectorAll("#changes tbody tr")].map((row) =>
@@ -359,6 +372,9 @@ def script_in_a_recording_stays_text(context):
     page.close()
 
 
+CHECKS.extend(parts.CHECKS)
+
+
 def screenshots(context, folder):
     """Pictures to look at: light, dark, narrow, the search, and the difference."""
     os.makedirs(folder, exist_ok=True)
@@ -379,9 +395,15 @@ def screenshots(context, folder):
     whole(context.open("oom_stacks.fraction_6gib", width=390)[0], "narrow", 390)
     whole(context.open("oom_stacks.fraction_6gib")[0], "search", 1280, keys="+++", search="dropout")
     whole(context.open("oom_stacks.fraction_6gib", dark=True)[0], "age", 1280, keys="ax")
-    path = os.path.join(context.folder, "difference.html")
+    path, _ = context.difference()
     for theme in ["light", "dark"]:
         whole(context.browser.open(path, dark=theme == "dark"), f"difference.{theme}", 1280)
+    whole(context.browser.open(path, width=480), "difference.narrow", 480)
+    for theme, width in [("light", 1400), ("dark", 1400), ("light", 480), ("dark", 480)]:
+        page, _ = context.open("oom_stacks.fraction_6gib", width=width, dark=theme == "dark")
+        parts.with_categories(page)
+        page.evaluate("document.querySelector('#holders tbody tr').click()")
+        whole(page, f"categories.{theme}.{width}", width, keys="as")
 
 
 def pictures(context, folder):
@@ -401,10 +423,8 @@ def pictures(context, folder):
     part(page, "view-timeline", "section:nth-of-type(2)", "section:nth-of-type(2)")
     part(page, "view-cursor", "section:nth-of-type(3)", "section:nth-of-type(3)")
     page.close()
-    path = os.path.join(context.folder, "difference.html")
-    difference_is_that_of_the_json(context)
-    page = context.browser.open(path, width=1100)
-    part(page, "view-difference", "section:nth-of-type(2)", "section:nth-of-type(3)")
+    page = context.browser.open(context.difference()[0], width=1100)
+    part(page, "view-difference", "section:nth-of-type(2)", "section:last-of-type")
     page.close()
 
 

@@ -65,6 +65,46 @@ fn page_is_written_and_its_figures_are_printed() {
     assert!(html.starts_with("<!doctype html>") && html.contains("oom_stacks.fraction_6gib.pickle.xz"));
 }
 
+/// What the script of a page is told.
+fn manifest(page: &str) -> Value {
+    let html = std::fs::read_to_string(page).expect("a page");
+    let (_, rest) = html.split_once("id=\"manifest\">").expect("it has a manifest");
+    let (text, _) = rest.split_once("</script>").expect("its end");
+    serde_json::from_str(text).expect("JSON")
+}
+
+#[test]
+fn moments_of_the_page_are_those_of_the_figures() {
+    let folder = Folder::new("moments");
+    let page = folder.file("report.html");
+    let written = object(&["view", &recording("oom_stacks.fraction_6gib"), "-o", &page, "--json"]);
+    let figures = &written["devices"][0];
+    let told = manifest(&page);
+    let device = &told["devices"][0];
+    let moment = |name: &str| {
+        let moments = device["moments"].as_array().expect("a list");
+        moments.iter().find(|moment| moment["name"] == name).expect("it is there").clone()
+    };
+    for (name, peak, bytes) in
+        [("most allocated", "peak_live", "live_bytes"), ("most reserved", "peak_reserved", "reserved_bytes")]
+    {
+        assert_eq!(moment(name)["bytes"], figures[peak][bytes], "{name}");
+        assert_eq!(moment(name)["position"], figures[peak]["position"], "{name}");
+        assert_eq!(moment(name)["requested_bytes"], figures[peak]["parts"]["allocated"], "{name}");
+    }
+    let failed = figures["moment"]["event"].as_u64().expect("an event") + 1;
+    assert_eq!(moment("out of memory")["position"], failed);
+    assert_eq!(device["moment_position"], failed);
+    for list in ["advice", "categories"] {
+        assert!(device[list].is_array(), "the page reads {list}");
+    }
+    // Regions are a part of the page even if there are none.
+    let html = std::fs::read_to_string(&page).expect("a page");
+    for section in ["regions", "contexts"] {
+        assert_eq!(html.matches(&format!("id=\"device0.{section}\"")).count(), 1, "{section}");
+    }
+}
+
 #[test]
 fn pages_are_replaced_and_other_files_are_not() {
     let folder = Folder::new("replaced");

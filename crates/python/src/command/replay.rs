@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 use warpool::memory::{Backend, Settings, SettingsError, lint};
 use warpool_report::replay::{Reading, object, segment_totals, segments_object};
+use warpool_trace::RecordingFormat;
 use warpool_trace::replay::{AllocatorChoice, ReplayError, ReplayOptions, replay_devices};
 
 use crate::answer::Answer;
@@ -49,7 +50,11 @@ pub fn answer(mut options: Options, source: &Source<'_>, work: &Work) -> Result<
     };
     let (snapshot, path) = (&opened.recording.snapshot, source.path());
     let devices: Vec<Value> = match replay_devices(snapshot, &options) {
-        Ok(reports) => {
+        Ok(mut reports) => {
+            // The time of an RMM log says nothing about PyTorch's allocator, whose driver calls the program did not make.
+            if opened.recording.format == RecordingFormat::RmmLog {
+                reports.iter_mut().for_each(|report| report.steady = None);
+            }
             let reading = Reading {
                 input_seconds: opened.input_seconds,
                 parse_seconds: opened.parse_seconds,

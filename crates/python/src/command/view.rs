@@ -14,6 +14,7 @@ use crate::work::{Stage, Work};
 /// The object that the command has, and the page.
 pub fn answer(mut options: Options, source: &Source<'_>, work: &Work) -> Result<Answer> {
     let capacity = options.capacity()?;
+    let skips_fits = options.flag("no_fits")?;
     let frameworks = options.frameworks()?;
     let device = options.count("device", 0..=u32::MAX)?;
     let memory_limit = options.memory_limit()?;
@@ -25,6 +26,7 @@ pub fn answer(mut options: Options, source: &Source<'_>, work: &Work) -> Result<
         explain: ExplainOptions {
             capacity,
             frameworks: frameworks.clone(),
+            skips_fits,
             memory_limit: Some(opened.memory_limit),
             progress: Some(&|progress| work.replayed(progress)),
             stop: work.stop.clone(),

@@ -32,20 +32,44 @@ pub fn page(title: &str, timelines: &mut [Timeline], snapshot: &Snapshot, framew
     Page { title: title.to_owned(), manifest: json!({ "title": title, "devices": devices }), sections }
 }
 
-/// The parts of all devices, with less detail until they are small enough together.
+/// The parts of all devices, with less detail until they are small enough together. Encoding takes most of the time,
+/// so how often the detail is halved is estimated, and what comes of it encoded again.
 pub fn device_parts(
     found: &mut [Timeline],
     snapshot: &Snapshot,
     frameworks: &Frameworks,
     bytes_max: usize,
 ) -> Vec<DevicePart> {
+    let room = bytes_max.saturating_sub(SOURCES_BYTES);
     loop {
         let part = |timeline: &Timeline| device_part(timeline, snapshot, frameworks);
         let parts: Vec<DevicePart> = found.iter().map(part).collect();
         let bytes: usize = parts.iter().map(DevicePart::bytes).sum();
-        if bytes + SOURCES_BYTES <= bytes_max || !found.iter().any(Timeline::can_reduce) {
+        if bytes <= room || !found.iter().any(Timeline::can_reduce) {
             return parts;
         }
-        found.iter_mut().for_each(Timeline::reduce);
+        let detail: usize = parts.iter().map(DevicePart::bytes_of_detail).sum();
+        for _ in 0..halvings(detail, room.saturating_sub(bytes - detail)) {
+            found.iter_mut().for_each(Timeline::reduce);
+        }
+    }
+}
+
+/// How often `bytes` are halved until they are in `room`; at least once. Half of the entries take a little more than
+/// half of the bytes, so it may not be enough.
+fn halvings(bytes: usize, room: usize) -> u32 {
+    (1..usize::BITS).find(|&times| bytes >> times <= room).unwrap_or(usize::BITS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn detail_is_halved_as_often_as_needed() {
+        for (bytes, room, expected) in [(100, 99, 1), (100, 50, 1), (100, 49, 2), (100, 200, 1), (1000, 10, 7)] {
+            assert_eq!(halvings(bytes, room), expected, "{bytes} in {room}");
+        }
+        assert_eq!(halvings(100, 0), 7, "until nothing is left");
     }
 }

@@ -13,9 +13,10 @@ macro_rules! scripts {
 }
 
 /// The scripts, each behind those that it imports.
-const SCRIPTS: [&str; 19] = scripts!(
-    "format.js" "decode.js" "recording.js" "theme.js" "colours.js" "canvas.js" "tooltip.js" "view.js" "search.js"
-    "columns.js" "timeline.js" "bands.js" "map.js" "flame.js" "holders.js" "report.js" "difference.js" "keyboard.js"
+const SCRIPTS: [&str; 27] = scripts!(
+    "format.js" "dom.js" "decode.js" "recording.js" "theme.js" "colours.js" "canvas.js" "tooltip.js" "view.js"
+    "search.js" "columns.js" "layers.js" "timeline.js" "bands.js" "map.js" "pin.js" "flame.js" "holders.js"
+    "regions.js" "eventrows.js" "eventtable.js" "summary.js" "hash.js" "report.js" "difference.js" "keyboard.js"
     "main.js"
 );
 const STYLE: &str = include_str!("../../page/style.css");

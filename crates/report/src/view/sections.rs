@@ -4,16 +4,20 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use warpool::memory::{Frame, SegmentKind, Snapshot};
+use warpool::memory::{Frame, SegmentKind, Snapshot, TextId};
+use warpool_trace::Category;
 use warpool_trace::explain::Frameworks;
-use warpool_trace::timeline::{Allocation, Level, ReservedRange, StackTree, Timeline};
+use warpool_trace::timeline::{Allocation, Level, MarkKind, Region, ReservedRange, Sample, StackTree, Timeline};
 
 use super::columns::Columns;
 use super::figures;
-use crate::explain::{headline, sentences};
+use crate::explain::{advice_object, headline, sentences};
 
 /// At most so many marks are drawn; a program that catches its failures may have many.
 const MARKS_MAX: usize = 4096;
+
+/// Names of regions and texts of the program are cut to this many characters.
+const TEXT_MAX: usize = 200;
 
 /// A part of the page that the script inflates.
 #[derive(Clone)]
@@ -40,6 +44,13 @@ impl DevicePart {
         sections + self.info.to_string().len()
     }
 
+    /// What of it gets less with less detail.
+    #[must_use]
+    pub fn bytes_of_detail(&self) -> usize {
+        let is_detail = |id: &str| id.ends_with(".allocations") || id.contains(".level");
+        self.sections.iter().filter(|section| is_detail(&section.id)).map(|section| section.text.len()).sum()
+    }
+
     /// The same under other names, for a page with several recordings.
     #[must_use]
     pub fn with_prefix(&self, prefix: &str) -> Self {
@@ -60,26 +71,29 @@ impl DevicePart {
 pub fn device_part(timeline: &Timeline, snapshot: &Snapshot, frameworks: &Frameworks) -> DevicePart {
     let id = format!("device{}", timeline.device);
     let mut tree = Tree { stacks: &snapshot.stacks, frameworks, tree: StackTree::default() };
-    let mut sections = Vec::new();
-    let mut add = |name: &str, columns: &Columns| {
+    let mut drafts = Vec::new();
+    let mut add = |name: &str, columns: Columns| {
         let id = format!("{id}.{name}");
-        sections.push(Section { id: id.clone(), text: columns.pack() });
+        drafts.push((id.clone(), columns));
         id
     };
+    let has_categories = has_categories(timeline);
     let mut add_level = |at: usize, level: &Level| {
-        let id = add(&format!("level{at}"), &level_columns(level));
+        let id = add(&format!("level{at}"), level_columns(level, has_categories));
         json!({ "id": id, "positions": level.positions })
     };
     let levels: Vec<Value> = timeline.levels.iter().enumerate().map(|(at, level)| add_level(at, level)).collect();
-    add("allocations", &allocation_columns(&timeline.allocations, &mut tree));
-    add("ranges", &range_columns(&timeline.ranges));
+    add("allocations", allocation_columns(&timeline.allocations, has_categories, &mut tree));
+    add("ranges", range_columns(&timeline.ranges));
+    add("regions", region_columns(&timeline.regions));
+    add("contexts", context_columns(timeline, snapshot));
     let marks: Vec<Value> = (timeline.marks.iter().take(MARKS_MAX))
         .map(|mark| {
             let stack = mark.stack.and_then(|stack| tree.number(stack));
             json!({"position": mark.position, "kind": mark.kind.name(), "bytes": mark.bytes, "stack": stack})
         })
         .collect();
-    add("stacks", &tree.columns());
+    add("stacks", tree.columns());
     let explanation = &timeline.explanation;
     let moment = explanation.moment();
     let info = json!({
@@ -89,17 +103,81 @@ pub fn device_part(timeline: &Timeline, snapshot: &Snapshot, frameworks: &Framew
         "levels": levels,
         "marks": marks,
         "figures": figures::object(timeline),
-        // The state of an out-of-memory event is the one before it; that of a peak the one behind it.
-        "moment_position": moment.event.map_or(0, |event| event + 1),
+        "moment_position": moment_position(timeline),
         "headline": headline(explanation),
         "prose": sentences(explanation),
         "remarks": explanation.remarks,
         "has_stacks": moment.holders.has_stacks(),
+        "moments": moments(timeline),
+        "advice": explanation.advice.iter().map(advice_object).collect::<Vec<_>>(),
+        // Without them the page hides the choice.
+        "categories": if has_categories { category_names() } else { Vec::new() },
+        "categories_at_moment": if has_categories { categories_at_moment(timeline) } else { Vec::new() },
+        "regions_left_out": timeline.regions_left_out,
+        "contexts_complete": timeline.contexts_complete,
     });
-    DevicePart { sections, info }
+    DevicePart { sections: packed(&drafts), info }
 }
 
-fn level_columns(level: &Level) -> Columns {
+/// Deflating takes longest, and sections do not depend on each other.
+fn packed(drafts: &[(String, Columns)]) -> Vec<Section> {
+    let pack = |(id, columns): &(String, Columns)| Section { id: id.clone(), text: columns.pack() };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = drafts.iter().map(|draft| scope.spawn(move || pack(draft))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("deflating does not panic")).collect()
+    })
+}
+
+/// Whether the kind of any allocation is known.
+fn has_categories(timeline: &Timeline) -> bool {
+    timeline.allocations.iter().any(|it| it.category != Category::Unknown)
+}
+
+fn category_names() -> Vec<Value> {
+    Category::ALL.iter().map(|it| json!({ "name": it.name(), "label": it.words() })).collect()
+}
+
+/// Requested bytes by category at the moment that is explained.
+fn categories_at_moment(timeline: &Timeline) -> Vec<Value> {
+    let shares = timeline.explanation.moment().categories.iter();
+    shares.map(|share| json!({ "name": share.category.words(), "bytes": share.bytes })).collect()
+}
+
+/// The state of an out-of-memory event is the one before it; that of a peak the one behind it.
+fn moment_position(timeline: &Timeline) -> u64 {
+    timeline.explanation.moment().event.map_or(0, |event| event + 1)
+}
+
+/// The moments that a reader can go to. Allocated memory is counted as PyTorch does: with rounding.
+fn moments(timeline: &Timeline) -> Vec<Value> {
+    let peak = |name: &str, bytes: u64, counts: &str, sample: &Sample| {
+        json!({
+            "name": name,
+            "bytes": bytes,
+            "counts": counts,
+            "position": sample.position,
+            "requested_bytes": sample.allocated,
+            "allocated_bytes": sample.live(),
+            "reserved_bytes": sample.reserved,
+        })
+    };
+    let (live, reserved) = (&timeline.peak_live, &timeline.peak_reserved);
+    let mut moments = vec![
+        peak("most allocated", live.live(), "requested + rounding", live),
+        peak("most reserved", reserved.reserved, "what the allocator has from the driver", reserved),
+    ];
+    if let Some(mark) = timeline.marks.iter().rfind(|mark| mark.kind == MarkKind::OutOfMemory) {
+        moments.push(json!({
+            "name": "out of memory",
+            "bytes": mark.bytes,
+            "counts": "the request that failed",
+            "position": mark.position,
+        }));
+    }
+    moments
+}
+
+fn level_columns(level: &Level, has_categories: bool) -> Columns {
     let buckets = || level.buckets.iter();
     let mut columns = Columns::default();
     columns
@@ -119,10 +197,15 @@ fn level_columns(level: &Level) -> Columns {
             .column(buckets().map(|bucket| bucket.sample.live() - bucket.live_min))
             .column(buckets().map(|bucket| bucket.reserved_max - bucket.sample.reserved));
     }
+    if has_categories {
+        for category in Category::ALL {
+            columns.sums(buckets().map(|bucket| bucket.sample.categories[category.index()]));
+        }
+    }
     columns
 }
 
-fn allocation_columns(allocations: &[Allocation], tree: &mut Tree<'_>) -> Columns {
+fn allocation_columns(allocations: &[Allocation], has_categories: bool, tree: &mut Tree<'_>) -> Columns {
     let mut sizes = Numbering::default();
     let size: Vec<u64> = allocations.iter().map(|it| sizes.number((it.bytes, it.requested))).collect();
     let stack: Vec<u64> = allocations
@@ -143,6 +226,9 @@ fn allocation_columns(allocations: &[Allocation], tree: &mut Tree<'_>) -> Column
         .sums(allocations.iter().map(|it| it.addr))
         .column(size.into_iter())
         .column(stack.into_iter());
+    if has_categories {
+        columns.column(allocations.iter().map(|it| it.category.index() as u64));
+    }
     columns
 }
 
@@ -161,6 +247,49 @@ fn range_columns(ranges: &[ReservedRange]) -> Columns {
         .column(kind.into_iter())
         .sums(ranges.iter().map(|it| u64::from(it.segment)));
     columns
+}
+
+fn region_columns(regions: &[Region]) -> Columns {
+    let mut names = Numbering::default();
+    let name: Vec<u64> = regions.iter().map(|it| names.number(shortened(&it.name))).collect();
+    let mut columns = Columns::default();
+    columns
+        .sums(regions.iter().map(|it| it.from))
+        .column(regions.iter().map(|it| it.until.saturating_sub(it.from)))
+        .sums(regions.iter().map(|it| it.from_us))
+        .column(regions.iter().map(|it| it.until_us.saturating_sub(it.from_us)))
+        .column(regions.iter().map(|it| u64::from(it.row)))
+        .column(regions.iter().map(|it| u64::from(!it.has_start) + 2 * u64::from(!it.has_end)))
+        .column(name.into_iter())
+        .bytes(json!(names.list).to_string().as_bytes());
+    columns
+}
+
+fn context_columns(timeline: &Timeline, snapshot: &Snapshot) -> Columns {
+    let contexts = &timeline.contexts;
+    let mut texts = Numbering::default();
+    // 0 is none.
+    let mut numbers = |of: &dyn Fn(usize) -> Option<TextId>| -> Vec<u64> {
+        let number = |at| of(at).map_or(0, |text| texts.number(shortened(snapshot.texts.get(text))) + 1);
+        (0..contexts.len()).map(number).collect()
+    };
+    let metadata = numbers(&|at| contexts[at].user_metadata);
+    let compiled = numbers(&|at| contexts[at].compile_context);
+    let mut columns = Columns::default();
+    columns
+        .sums(contexts.iter().map(|it| it.position))
+        .column(metadata.into_iter())
+        .column(compiled.into_iter())
+        .bytes(json!(texts.list).to_string().as_bytes());
+    columns
+}
+
+/// A text of the program, which may be of any length.
+fn shortened(text: &str) -> String {
+    match text.char_indices().nth(TEXT_MAX) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
 }
 
 /// The stacks that are used.

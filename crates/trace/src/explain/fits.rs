@@ -67,10 +67,14 @@ pub(super) fn are_worth_trying(explanation: &Explanation) -> bool {
     let Some(peaks) = explanation.peaks else { return false };
     let (reserved, allocated) = (peaks.reserved.bytes, peaks.allocated.bytes);
     let overhead = reserved.saturating_sub(allocated);
-    let is_wasteful = overhead >= OVERHEAD_MIN && overhead >= reserved / 10;
+    // Where nothing ran out, replays of a long history take longer than the answer is worth.
+    let is_wasteful = overhead >= OVERHEAD_MIN && overhead >= reserved / 10 && explanation.events <= EVENTS_MAX;
     let does_not_fit = explanation.on_device.is_some_and(|on| !on.orders.all_fit());
     explanation.ooms > 0 || does_not_fit || is_wasteful
 }
+
+/// The longest history for which changes are tried without need; `warpool tune` tries them for any.
+const EVENTS_MAX: u64 = 1_000_000;
 
 /// Less than this is not worth a change of settings.
 pub(super) const OVERHEAD_MIN: u64 = 256 << 20;

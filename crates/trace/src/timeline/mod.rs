@@ -22,6 +22,7 @@
 mod allocations;
 mod levels;
 mod ranges;
+mod regions;
 mod stacks;
 
 use std::collections::BTreeMap;
@@ -31,6 +32,7 @@ use warpool::memory::{Action, SegmentInfo, Snapshot, StackId};
 pub use allocations::Allocation;
 pub use levels::{Bucket, Level, Sample};
 pub use ranges::ReservedRange;
+pub use regions::{ContextChange, Region};
 pub use stacks::{StackNode, StackTree};
 
 use crate::category::{Categories, Category};
@@ -47,7 +49,7 @@ pub struct TimelineOptions<'a> {
     pub allocations_max: usize,
     /// The most buckets of the finest level.
     pub buckets_max: usize,
-    /// How the moments are explained, with the memory limit and the progress. What would have fitted is left out.
+    /// How the moments are explained, with the memory limit and the progress.
     pub explain: ExplainOptions<'a>,
 }
 
@@ -76,6 +78,14 @@ pub struct Timeline {
     pub ranges: Vec<ReservedRange>,
     /// What stands out, in the order of events.
     pub marks: Vec<Mark>,
+    /// Parts of the program with names, in the order of their starts.
+    pub regions: Vec<Region>,
+    /// How many were left out.
+    pub regions_left_out: u64,
+    /// Where the texts that the program sets for its events change.
+    pub contexts: Vec<ContextChange>,
+    /// Whether all changes are there.
+    pub contexts_complete: bool,
     /// The sample with the most live memory; the first of them.
     pub peak_live: Sample,
     /// The sample with the most reserved memory, and of these the one with the most live memory.
@@ -153,9 +163,8 @@ pub fn timelines(snapshot: &Snapshot, options: &TimelineOptions<'_>) -> Result<V
     let mut found = Vec::new();
     for replay in replays.iter().flat_map(DeviceReplays::devices) {
         segments.remove(&i32::try_from(replay.device()).unwrap_or(-1));
-        let explain = ExplainOptions { skips_fits: true, ..options.explain.clone() };
         let mut categories = Categories::new(replay.events(), &snapshot.stacks, &snapshot.annotations);
-        let explanation = explain_device(snapshot, replay, &mut categories, &explain)?;
+        let explanation = explain_device(snapshot, replay, &mut categories, &options.explain)?;
         found.push(of_device(snapshot, replay, explanation, &mut categories, options)?);
     }
     for (device, segments) in segments {
@@ -191,6 +200,8 @@ fn of_device(
     })?;
     let mut timeline = building.finish(explanation);
     timeline.marks = marks(replay);
+    (timeline.regions, timeline.regions_left_out) = regions::regions(&snapshot.annotations, replay.device(), events);
+    (timeline.contexts, timeline.contexts_complete) = regions::contexts(events);
     Ok(timeline)
 }
 
@@ -285,6 +296,10 @@ impl Building {
             allocations_left_out,
             ranges: self.ranges.finish(),
             marks: Vec::new(),
+            regions: Vec::new(),
+            regions_left_out: 0,
+            contexts: Vec::new(),
+            contexts_complete: true,
             peak_live: self.peak_live,
             peak_reserved: self.peak_reserved,
             explanation,
