@@ -106,7 +106,7 @@ fn tune_ranks_candidates_and_has_a_line_to_paste() {
     let stdout = text(&output.stdout);
     assert!(stdout.contains("\nexport PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True    # before"), "{stdout}");
     assert!(stdout.contains("\nimport warpool.torch; warpool.torch.enable("), "{stdout}");
-    assert!(stdout.contains("found by replays to within 64 MiB"), "{stdout}");
+    assert!(stdout.contains("within 64 MiB"), "{stdout}");
     assert_eq!(candidates[0]["apply"], "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True");
     let (bytes, tolerance) =
         (&candidates[0]["smallest_device_bytes"], &candidates[0]["smallest_device_tolerance_bytes"]);
