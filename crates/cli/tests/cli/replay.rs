@@ -202,7 +202,7 @@ fn unknown_device_has_no_size_in_any_text() {
     for arguments in [&["replay", &file][..], &what_if, &["explain", &file, "--orders", "1"], &["tune", &file]] {
         let output = warpool(arguments);
         let shown = text(&output.stdout);
-        for part in ["139.", "held by others", "used by others", "total capacity", " of the device"] {
+        for part in ["139.", "held by others", "used by others", "total capacity", "of the device were"] {
             assert!(!shown.contains(part), "'{part}' in {shown}");
         }
     }

@@ -189,3 +189,54 @@ fn rank(tuned: &mut [Tuned]) {
         key(a).cmp(&key(b)).then(a_time.total_cmp(&b_time)).then(a_length.cmp(&b_length))
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::replay::{AddressOrders, AllocatorChoice, InForce};
+
+    const MIB: u64 = 1 << 20;
+
+    /// A candidate that fits and reserves some MiB; the recorded settings reserve up to `noise` MiB more elsewhere.
+    fn fitting(candidate: Candidate, mib: u64, noise: u64) -> Tuned {
+        let orders = |least: u64, most: u64| AddressOrders {
+            run: 2,
+            fit: 2,
+            peak_reserved_bytes_least: least * MIB,
+            peak_reserved_bytes_most: most * MIB,
+            margin_bytes_least: None,
+        };
+        let allocator = candidate.what_if.allocator;
+        let report = ReplayReport {
+            orders: orders(mib, mib),
+            control: Some(orders(20_000, 20_000 + noise)),
+            in_force: InForce { allocator, allocator_recorded: AllocatorChoice::Caching, ..InForce::default() },
+            ..ReplayReport::default()
+        };
+        Tuned { candidate, reports: vec![report], smallest_device: None }
+    }
+
+    /// The MiB of the candidates, in their order: settings, the recorded ones, the paged allocator.
+    fn ranked(settings: u64, recorded: u64, paged: u64, noise: u64) -> Vec<u64> {
+        let mut tuned = [
+            fitting(Candidate::replaced("max_split_size_mb:64").expect("valid"), settings, noise),
+            fitting(Candidate::recorded(&Default::default()), recorded, noise),
+            fitting(Candidate::allocator(AllocatorChoice::Paged, ""), paged, noise),
+        ];
+        rank(&mut tuned);
+        tuned.iter().map(|tuned| tuned.peak_reserved_bytes() / MIB).collect()
+    }
+
+    #[test]
+    fn no_change_comes_first_for_less_than_it_is_worth() {
+        // The least reserved first, if it saves enough.
+        assert_eq!(ranked(18_000, 20_000, 16_000, 0), [16_000, 18_000, 20_000]);
+        // Another allocator saves 1.9%, or 2.2% but only 222 MiB.
+        assert_eq!(ranked(18_000, 20_000, 17_658, 0), [18_000, 17_658, 20_000]);
+        assert_eq!(ranked(10_000, 20_000, 9_778, 0), [10_000, 9_778, 20_000]);
+        // Other addresses change the recorded settings by as much.
+        assert_eq!(ranked(19_900, 20_000, 25_000, 200), [20_000, 19_900, 25_000]);
+        assert_eq!(ranked(19_700, 20_000, 25_000, 200), [19_700, 20_000, 25_000]);
+        assert_eq!(ranked(20_001, 20_000, 25_000, 0), [20_000, 20_001, 25_000]);
+    }
+}

@@ -101,7 +101,7 @@ impl Search<'_, '_> {
             let in_one = self.halve(low, high, tolerance_bytes, |search, bytes| search.fits_in_one(bytes))?;
             high = match in_one == high || self.fits_in_all(in_one)? {
                 true => in_one,
-                false => self.halve(in_one, high, tolerance_bytes, |search, bytes| search.fits_in_all(bytes))?,
+                false => self.halve(in_one, high, tolerance_bytes, Self::fits_in_all)?,
             };
             let smaller = self.device.other_capacity(high.saturating_sub(2 * tolerance_bytes));
             if smaller < least || !self.fits_in_all(smaller)? {
