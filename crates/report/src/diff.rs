@@ -70,16 +70,21 @@ pub fn page(names: [&str; 2], pairs: &[(&Side, &Side)]) -> Page {
 /// How much more or less is allocated and reserved, in a sentence.
 #[must_use]
 pub fn headline(before: &Explanation, after: &Explanation) -> String {
-    let by = |before: u64, after: u64, what: &str| match after.abs_diff(before) {
-        0 => format!("as much {what}"),
-        bytes => format!("{} {} {what}", text(bytes), if after > before { "more" } else { "less" }),
+    let by = |(before, after): (u64, u64), what: &str| match after.abs_diff(before) {
+        0 => (format!("as much {what}"), "as"),
+        bytes => (format!("{} {} {what}", text(bytes), if after > before { "more" } else { "less" }), "than"),
     };
-    let ([one, other], [one_peak, other_peak]) = sides(before, after);
-    format!(
-        "The second recording has {} and {} than the first",
-        by(one.bytes_allocated, other.bytes_allocated, "allocated"),
-        by(one_peak, other_peak, "reserved")
-    )
+    let ([one, other], peaks) = sides(before, after);
+    let allocated = by((one.bytes_allocated, other.bytes_allocated), "allocated");
+    let reserved = by(peaks.into(), "reserved");
+    match (allocated, reserved) {
+        ((allocated, word), (reserved, same)) if word == same => {
+            format!("The second recording has {allocated} and {reserved} {word} the first")
+        }
+        ((allocated, word), (reserved, _)) => {
+            format!("The second recording has {allocated} {word} the first, and {reserved}")
+        }
+    }
 }
 
 /// The moments of both, and the most that each reserved.

@@ -85,6 +85,8 @@ fn setting(fit: &Fit) -> String {
     match (fit.change, fit.variable) {
         (Change::Others, _) => format!("others use less: {} of the device for this program", fit.set),
         (Change::Device, _) => format!("a device of {}", fit.set),
+        // The program's own call overrides the environment.
+        (Change::Limit, _) => "no memory limit".to_owned(),
         (_, variable) => format!("{variable}={}", fit.set),
     }
 }
@@ -116,7 +118,7 @@ fn parts_table(parts: &Parts, explanation: &Explanation, output: &mut Output) ->
     }
     let title = match explanation.device_bytes_total {
         Some(total) => format!("Where the device's {} were", size::format(total)),
-        None => "Where memory was (the size of the device is not known)".to_owned(),
+        None => "Where memory was (the device's size is not known)".to_owned(),
     };
     output.table(&title, &table)
 }

@@ -110,6 +110,11 @@ fn on_device(on: &OnDevice) -> String {
         (Some(event), Some(bytes)) => format!(": a request of {} at event {event} runs out of memory", text(bytes)),
         _ => String::new(),
     };
+    let orders = match (on.orders.run, on.orders.fit) {
+        (1, _) => String::new(),
+        (run, 0) => format!(", in none of {run} replays with other addresses"),
+        (run, fit) => format!(" in {} of {run} replays with other addresses", run - fit),
+    };
     format!("On a device of {device} the recorded requests do not fit{orders}{failed}.")
 }
 

@@ -272,6 +272,7 @@ pub(crate) fn explain_device(
     wanted.dedup();
     let states = replay.states_before(&wanted, |_| {})?;
     let state_at = |at: usize| &states[wanted.binary_search(&at).expect("it was asked for")];
+    let growth = growth.filter(|growth| is_kept(growth, &survey.periods, state_at(survey.periods[growth.last])));
 
     let recorded = replay.report(&WhatIf::default(), &ReplayOptions::default())?;
     let device = Device::new(replay, options, last_oom.is_some());
@@ -332,6 +333,14 @@ pub(crate) fn explain_device(
     }
     explanation.advice = advice::advise(&explanation, &judgement, options);
     Ok(explanation)
+}
+
+/// Whether what grew is kept from earlier periods: at least half of it is older than the last period. Where each period
+/// only needs more than the one before, as with larger and larger batches, all of it is younger.
+fn is_kept(growth: &Growth, periods: &[usize], state: &HeapState) -> bool {
+    let earlier = periods[growth.first]..periods[growth.last - 1];
+    let kept = state.blocks.iter().filter(|block| block.event.is_some_and(|event| earlier.contains(&(event as usize))));
+    kept.map(|block| block.requested).fold(0, u64::saturating_add) >= growth.bytes / 2
 }
 
 /// The device of an explanation.

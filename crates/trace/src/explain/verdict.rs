@@ -181,6 +181,11 @@ fn verdict(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
     let own = parts.free_too_small.saturating_add(parts.free_large_enough).saturating_add(headroom);
     let elsewhere = parts.kept_elsewhere();
     evidence.push(format!("{} were allocated, so {} would have sufficed", text(live), text(needed)));
+    // What is free in pieces decides in which iteration it runs out, not whether.
+    if let Some(growth) = growth.filter(|growth| growth.bytes > own.saturating_add(elsewhere)) {
+        evidence.push(growth_text(growth, periods));
+        return (Verdict::Growth, evidence);
+    }
     if own >= request.bytes_rounded && (parts.free_too_small >= elsewhere || elsewhere < request.bytes_rounded) {
         evidence.push(format!(
             "{} are free for this stream, in pieces smaller than the request, and {} could still be reserved",
@@ -222,7 +227,9 @@ fn asked(
 /// A limit that was inferred, with its range if that is wide.
 pub(super) fn limit_text(limit: Option<InferredLimit>, available: u64) -> String {
     match limit {
-        Some(InferredLimit { at_least, below, .. }) if below - at_least > below / 100 => {
+        Some(InferredLimit { at_least, below, .. })
+            if below - at_least > below / 100 && text(at_least) != text(below) =>
+        {
             format!("a memory limit of at least {} and below {}", text(at_least), text(below))
         }
         _ => format!("a memory limit of {}", text(available)),

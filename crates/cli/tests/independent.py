@@ -1,0 +1,593 @@
+#!/usr/bin/env python3
+"""Computes what `warpool explain` says about a PyTorch memory snapshot a second time, and compares.
+
+Usage: independent.py WARPOOL FILE...
+
+The second computation is written from the snapshot's format and from the rules of PyTorch's caching
+allocator; it shares no code with the command. It needs Python 3.9 and nothing else.
+
+Per device:
+
+* out-of-memory events: how many, and of the last one its index, request and free device memory;
+* the peaks of requested, allocated and reserved bytes, each with the first event after which it holds;
+* the allocated blocks at the moment that `explain` is about, summed by line of the user's code.
+
+The history may start late. The state before its first event is the snapshot's state with the events
+undone from the last to the first. Three byte counts, as PyTorch has them:
+
+* requested: what the program asked for, from `alloc` to `free_requested`;
+* allocated: sizes of the same blocks (`torch.cuda.memory_allocated()`). A block is its request rounded
+  up, and the whole free block where the allocator does not split off the rest;
+* reserved: segments and mapped parts of expandable segments.
+
+Exit status: 0 all agree, 1 a disagreement, 2 wrong usage.
+"""
+
+import bisect
+import bz2
+import gc
+import gzip
+import io
+import json
+import lzma
+import pickle
+import re
+import subprocess
+import sys
+
+MIB = 1 << 20
+MIN_BLOCK = 512
+# Requests up to here are served from the small pool, and a remainder up to here stays in a large block.
+SMALL_SIZE = MIB
+SCHEMA_VERSION = 2
+ROWS_MAX = 100
+
+FRAMEWORKS = frozenset(
+    "torch torch_xla functorch triton lightning pytorch_lightning lightning_fabric accelerate deepspeed ignite"
+    " apex importlib".split()
+)
+
+
+# What is compared: the field of the command's JSON, and the reader's own value for it.
+CHECKS = [
+    ("ooms", lambda d, m: len(d.ooms)),
+    ("moment.kind", lambda d, m: m.kind),
+    ("moment.event", lambda d, m: m.event),
+    ("moment.requested_bytes", lambda d, m: m.state[0]),
+    ("moment.allocated_bytes", lambda d, m: m.state[1]),
+    ("moment.reserved_bytes", lambda d, m: m.state[2]),
+    ("moment.bytes_requested", lambda d, m: m.request if m.kind == "oom" else ANY),
+    ("moment.device_free_bytes", lambda d, m: m.device_free if m.kind == "oom" else ANY),
+    ("peaks.requested.bytes", lambda d, m: d.peak(0)[0]),
+    ("peaks.requested.event", lambda d, m: d.peak(0)[1]),
+    ("peaks.allocated.bytes", lambda d, m: d.peak(1)[0]),
+    ("peaks.allocated.event", lambda d, m: d.peak(1)[1]),
+    ("peaks.reserved.bytes", lambda d, m: d.peak(2)[0]),
+    ("peaks.reserved.event", lambda d, m: d.peak(2)[1]),
+    ("bytes_with_stack", lambda d, m: m.bytes_with_stack),
+]
+ANY = object()
+MISSING = "(missing)"
+
+
+# --- Reading -------------------------------------------------------------------------------------------------
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Snapshots contain plain data only; anything else in the file is not loaded."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"{module}.{name} in a snapshot")
+
+
+def load(path):
+    with open(path, "rb") as file:
+        data = file.read()
+    if data.startswith(b"\xfd7zXZ\x00"):
+        data = lzma.decompress(data)
+    elif data.startswith(b"\x1f\x8b"):
+        data = gzip.decompress(data)
+    elif data.startswith(b"BZh"):
+        data = bz2.decompress(data)
+    snapshot = PlainUnpickler(io.BytesIO(data)).load()
+    # `torch.cuda.memory_snapshot()` gives the list of segments alone.
+    return {"segments": snapshot} if isinstance(snapshot, list) else snapshot
+
+
+# --- Settings ------------------------------------------------------------------------------------------------
+
+
+class Settings:
+    """The settings that decide how large a block is. Old snapshots contain none: then the defaults."""
+
+    def __init__(self, settings):
+        max_split = settings.get("max_split_size", -1)
+        self.max_split = max_split if 0 < max_split < 1 << 62 else None
+        text = settings.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        self.expandable = settings.get("expandable_segments", "expandable_segments:true" in text.lower())
+        divisions = settings.get("roundup_power2_divisions") or {}
+        self.divisions = [divisions.get(str(1 << i), 0) for i in range(16)]
+
+    def round(self, size):
+        if size < MIN_BLOCK:
+            return MIN_BLOCK
+        # One number of divisions per power of two, from 1 MiB (and less) to 32 GiB (and more).
+        divisions = self.divisions[min(max(size.bit_length() - 1 - 20, 0), 15)]
+        if divisions > 1 and size > MIN_BLOCK * divisions:
+            step = (1 << size.bit_length() - 1) // divisions
+            return -(-size // step) * step
+        return -(-size // MIN_BLOCK) * MIN_BLOCK
+
+
+# --- Address ranges ------------------------------------------------------------------------------------------
+
+
+class Ranges:
+    """Reserved address ranges. Segments stay apart; mapped parts of expandable segments join."""
+
+    def __init__(self):
+        self.starts = []
+        self.ends = {}
+
+    def find(self, address):
+        """The range that contains the address, or None."""
+        i = bisect.bisect_right(self.starts, address) - 1
+        if i < 0 or address >= self.ends[self.starts[i]]:
+            return None
+        return self.starts[i], self.ends[self.starts[i]]
+
+    def insert(self, start, end):
+        bisect.insort(self.starts, start)
+        self.ends[start] = end
+
+    def remove(self, start):
+        i = bisect.bisect_left(self.starts, start)
+        if i < len(self.starts) and self.starts[i] == start:
+            del self.starts[i], self.ends[start]
+
+    def map(self, start, end):
+        i = bisect.bisect_left(self.starts, start)
+        if i < len(self.starts) and self.starts[i] == end:
+            end = self.ends[end]
+            self.remove(self.starts[i])
+        if i > 0 and self.ends[self.starts[i - 1]] == start:
+            start = self.starts[i - 1]
+            self.remove(start)
+        self.insert(start, end)
+
+    def unmap(self, start, end):
+        while True:
+            i = bisect.bisect_left(self.starts, end) - 1
+            if i < 0 or self.ends[self.starts[i]] <= start:
+                return
+            left = self.starts[i]
+            right = self.ends[left]
+            self.remove(left)
+            if right > end:
+                self.insert(end, right)
+            if left < start:
+                self.insert(left, start)
+
+
+# --- One device ----------------------------------------------------------------------------------------------
+
+
+class Block:
+    __slots__ = ("requested", "size", "allocated", "frames")
+
+    def __init__(self, requested, size, allocated, frames):
+        self.requested = requested
+        self.size = size  # None: not known yet
+        self.allocated = allocated  # False: freed, and waits for streams
+        self.frames = frames
+
+
+class Choice:
+    """A large allocation whose size depends on whether expandable segments were on."""
+
+    __slots__ = ("event", "split_end", "whole_end")
+
+    def __init__(self, event, split_end, whole_end):
+        self.event = event
+        self.split_end = split_end
+        self.whole_end = whole_end  # None: the segment's end, where nothing can be allocated later
+
+
+class Device:
+    """The history of one device, replayed once backward for its start and once forward for its states."""
+
+    def __init__(self, index, segments, events, settings):
+        self.index = index
+        self.events = events
+        self.settings = settings
+        self.doubts = []
+        self.ooms = [i for i, event in enumerate(events) if event["action"] == "oom"]
+        self.blocks_end = {}
+        self.segments = Ranges()
+        self.mapped = Ranges()
+        self.reserved = 0
+        self.read_segments(segments)
+        self.blocks_start = self.walk_back()
+        self.start_sizes()
+        self.states = self.walk_forward()
+
+    def read_segments(self, segments):
+        for segment in segments:
+            start, size = segment["address"], segment["total_size"]
+            self.reserved += size
+            if segment.get("is_expandable"):
+                self.mapped.map(start, start + size)
+            else:
+                self.segments.insert(start, start + size)
+            address = start
+            for block in segment["blocks"]:
+                address = block.get("address", address)
+                if block["state"] != "inactive":
+                    # PyTorch 2.0 has the request and the stack in a list of past owners.
+                    past = (block.get("history") or [{}])[0]
+                    requested = block.get("requested_size", past.get("real_size", block["size"]))
+                    frames = block.get("frames", past.get("frames"))
+                    allocated = block["state"] == "active_allocated"
+                    self.blocks_end[address] = Block(requested, block["size"], allocated, frames)
+                address += block["size"]
+
+    def doubt(self, index, text):
+        event = self.events[index]
+        self.doubts.append(f"event {index} ({event['action']} at {event.get('addr', 0):#x}): {text}")
+
+    def reserve(self, event, sign):
+        """Does (1) or undoes (-1) an event that reserves or releases memory."""
+        action = event["action"]
+        start, size = event["addr"], event["size"]
+        if action in ("segment_free", "segment_unmap"):
+            sign = -sign
+        self.reserved += sign * size
+        if action in ("segment_map", "segment_unmap"):
+            (self.mapped.map if sign > 0 else self.mapped.unmap)(start, start + size)
+        elif sign > 0:
+            self.segments.insert(start, start + size)
+        else:
+            self.segments.remove(start)
+
+    def walk_back(self):
+        """Undoes all events from the snapshot's state; returns the blocks before the first event."""
+        blocks = dict(self.blocks_end)
+        for i in range(len(self.events) - 1, -1, -1):
+            event = self.events[i]
+            action = event["action"]
+            if action == "alloc":
+                block = blocks.pop(event["addr"], None)
+                if block is None or not block.allocated:
+                    self.doubt(i, "no allocated block afterwards")
+            elif action == "free_requested":
+                block = blocks.get(event["addr"])
+                if block is None or block.allocated:
+                    self.doubt(i, "no block waits for its streams afterwards")
+                blocks[event["addr"]] = Block(event["size"], block and block.size, True, block and block.frames)
+            elif action == "free_completed":
+                if event["addr"] in blocks:
+                    self.doubt(i, "there is a block afterwards")
+                blocks[event["addr"]] = Block(event["size"], None, False, None)
+            elif action.startswith("segment_"):
+                self.reserve(event, -1)
+        return blocks
+
+    def start_sizes(self):
+        """Sizes of the blocks that were there before the history and are freed in it.
+
+        Small blocks and blocks of expandable segments are as large as the rounded request. A large block of
+        a segment keeps a remainder of up to 1 MiB. Blocks and free blocks of the large pool are larger than
+        that, so a distance of up to 1 MiB to what follows, at any time while the block lives, is a remainder.
+        """
+        unknown = {}
+        for address, block in self.blocks_start.items():
+            if block.size is None:
+                block.size = self.settings.round(block.requested)
+                if block.size > SMALL_SIZE and self.segments.find(address):
+                    unknown[address] = self.segments.find(address)[1]
+        if not unknown:
+            return
+        order = sorted(unknown)
+        starts = sorted(self.blocks_start)
+        for address in order:
+            i = bisect.bisect_right(starts, address)
+            if i < len(starts):
+                unknown[address] = min(unknown[address], starts[i])
+        alive = set(order)
+        for event in self.events:
+            if event["action"] == "alloc":
+                i = bisect.bisect_left(order, event["addr"]) - 1
+                if i >= 0 and order[i] in alive and event["addr"] < unknown[order[i]]:
+                    unknown[order[i]] = event["addr"]
+            elif event["action"] == "free_completed":
+                alive.discard(event["addr"])
+        for address, end in unknown.items():
+            block = self.blocks_start[address]
+            block.size = self.block_size(block.size, end - address)
+
+    def block_size(self, rounded, free):
+        """Size of the block that a large request gets from a free block, without expandable segments."""
+        if self.settings.max_split and rounded >= self.settings.max_split:
+            return free
+        return free if free - rounded <= SMALL_SIZE else rounded
+
+    def large_sizes(self):
+        """Sizes of the large blocks that are allocated in the history, by event.
+
+        With expandable segments a remainder is always split off. That setting can change while the program
+        runs, and the snapshot has its last value only. It shows where a new segment is made, and where a later
+        allocation starts: right after the rounded request (split), or where the next block was (not split).
+        """
+        sizes, choices, shown, open_choices = {}, [], [], {}
+        large = sorted(a for a, b in self.blocks_start.items() if b.size > SMALL_SIZE)
+        for i, event in enumerate(self.events):
+            action = event["action"]
+            if action == "alloc":
+                address = event["addr"]
+                rounded = self.settings.round(event["size"])
+                if rounded <= SMALL_SIZE:
+                    continue
+                at = bisect.bisect_left(large, address)
+                choice = open_choices.get(large[at - 1]) if at > 0 else None
+                if choice is not None and address in (choice.split_end, choice.whole_end):
+                    shown.append((choice.event, address == choice.split_end))
+                    del open_choices[large[at - 1]]
+                within = self.segments.find(address) or self.mapped.find(address)
+                if within is None:
+                    self.doubt(i, "not in a segment")
+                    sizes[i] = rounded
+                else:
+                    end = min(within[1], large[at] if at < len(large) else within[1])
+                    sizes[i] = self.block_size(rounded, end - address)
+                    if sizes[i] != rounded:
+                        choices.append(Choice(i, address + rounded, end if end < within[1] else None))
+                        open_choices[address] = choices[-1]
+                large.insert(at, address)
+            elif action == "free_completed":
+                at = bisect.bisect_left(large, event["addr"])
+                if at < len(large) and large[at] == event["addr"]:
+                    del large[at]
+                    open_choices.pop(event["addr"], None)
+            elif action.startswith("segment_"):
+                if action in ("segment_alloc", "segment_map"):
+                    shown.append((i, action == "segment_map"))
+                self.reserve(event, 1)
+        for address, choice in open_choices.items():
+            if address in self.blocks_end:
+                shown.append((choice.event, address + self.blocks_end[address].size == choice.split_end))
+        shown.sort()
+        for choice in choices:
+            at = bisect.bisect_right(shown, (choice.event, True))
+            split = shown[max(at - 1, 0)][1] if shown else self.settings.expandable
+            if split:
+                sizes[choice.event] = self.settings.round(self.events[choice.event]["size"])
+        return sizes
+
+    def walk_forward(self):
+        """Replays the history; returns (requested, allocated, reserved) before it and after each event."""
+        blocks = {a: Block(b.requested, b.size, b.allocated, None) for a, b in self.blocks_start.items()}
+        requested = sum(b.requested for b in blocks.values() if b.allocated)
+        allocated = sum(b.size for b in blocks.values() if b.allocated)
+        reserved = self.reserved
+        sizes = self.large_sizes()
+        states = [(requested, allocated, reserved)]
+        for i, event in enumerate(self.events):
+            action = event["action"]
+            if action == "alloc":
+                size = sizes.get(i) or self.settings.round(event["size"])
+                blocks[event["addr"]] = Block(event["size"], size, True, None)
+                requested += event["size"]
+                allocated += size
+            elif action == "free_requested":
+                block = blocks.get(event["addr"])
+                if block is not None and block.allocated:
+                    block.allocated = False
+                    requested -= block.requested
+                    allocated -= block.size
+            elif action == "free_completed":
+                blocks.pop(event["addr"], None)
+            elif action in ("segment_alloc", "segment_map"):
+                reserved += event["size"]
+            elif action in ("segment_free", "segment_unmap"):
+                reserved -= event["size"]
+            states.append((requested, allocated, reserved))
+        self.check_end(blocks)
+        return states
+
+    def check_end(self, blocks):
+        """The forward replay has to end in the snapshot's state."""
+        for address in sorted(blocks.keys() | self.blocks_end.keys()):
+            mine, theirs = blocks.get(address), self.blocks_end.get(address)
+            if mine is None or theirs is None or mine.size != theirs.size or mine.allocated != theirs.allocated:
+                mine, theirs = mine and mine.size, theirs and theirs.size
+                self.doubts.append(f"block {address:#x}: {mine} bytes by the history, {theirs} in the snapshot")
+
+    def peak(self, which):
+        """The most bytes, and the first event after which there are so many (None: before the first)."""
+        most = max(state[which] for state in self.states)
+        first = next(i for i, state in enumerate(self.states) if state[which] == most)
+        return most, first - 1 if first > 0 else None
+
+    def allocated_after(self, event):
+        """The blocks that are allocated after an event (None: before the first), as (requested, frames)."""
+        blocks = {a: (b.requested, b.frames) for a, b in self.blocks_start.items() if b.allocated}
+        for event in self.events[: 0 if event is None else event + 1]:
+            if event["action"] == "alloc":
+                blocks[event["addr"]] = (event["size"], event.get("frames"))
+            elif event["action"] == "free_requested":
+                blocks.pop(event["addr"], None)
+        return blocks.values()
+
+
+class Moment:
+    """What `explain` is about: the last out-of-memory event, else the most allocated bytes."""
+
+    def __init__(self, device):
+        self.request = self.device_free = None
+        if device.ooms:
+            self.kind, self.event = "oom", device.ooms[-1]
+            oom = device.events[self.event]
+            self.request = oom["size"]
+            self.device_free = oom.get("device_free", oom.get("addr"))
+        elif device.events:
+            self.kind, self.event = "allocated", device.peak(1)[1]
+        else:
+            self.kind, self.event = "event", None
+        self.state = device.states[0 if self.event is None else self.event + 1]
+        self.bytes_with_stack = 0
+        self.lines = {}  # line: [bytes, blocks]
+        names = {}  # by identity: a stack is one object in all events that share it
+        for requested, frames in device.allocated_after(self.event):
+            if not frames:
+                continue
+            self.bytes_with_stack += requested
+            if id(frames) not in names:
+                names[id(frames)] = line_of(frames)
+            if names[id(frames)] is not None:
+                row = self.lines.setdefault(names[id(frames)], [0, 0])
+                row[0] += requested
+                row[1] += 1
+
+
+# --- Lines ---------------------------------------------------------------------------------------------------
+
+
+def is_python(path):
+    return path.endswith((".py", ".ipynb")) or path.startswith("<")
+
+
+def is_framework(path):
+    path = path.replace("\\", "/")
+    if path.startswith("<") or not FRAMEWORKS.isdisjoint(path.split("/")[:-1]):
+        return True
+    return "/lib/python3" in path and "-packages/" not in path
+
+
+def line_of(frames):
+    """The innermost Python line that is not a framework's, else the outermost; None without Python frames."""
+    python = [frame for frame in frames if is_python(frame["filename"])]
+    if not python:
+        return None
+    frame = next((frame for frame in python if not is_framework(frame["filename"])), python[-1])
+    path = frame["filename"].replace("\\", "/")
+    for folder in ("site-packages/", "dist-packages/"):
+        path = path.rpartition(folder)[2]
+    return f"{frame['name']} ({path}:{frame['line']})"
+
+
+def names_python(name):
+    match = re.search(r"\((.*):\d+\)$", name)
+    return bool(match) and is_python(match[1])
+
+
+# --- Comparing -----------------------------------------------------------------------------------------------
+
+
+def compare_rows(mine, rows):
+    """Compares the rows that name a Python line; yields what differs."""
+    # Windows has both separators.
+    rows = [(row["name"].replace("\\", "/"), row["bytes"], row["count"]) for row in rows]
+    full = len(rows) >= ROWS_MAX
+    sizes = [size for _, size, _ in rows]
+    if sizes != sorted(sizes, reverse=True):
+        yield "rows are not ordered by size"
+    listed = {}
+    for name, size, count in rows:
+        if name in listed:
+            yield f"{name} is listed twice"
+        listed[name] = (size, count)
+        if names_python(name) and (size, count) != tuple(mine.get(name, (0, 0))):
+            size_mine, count_mine = mine.get(name, (0, 0))
+            yield f"{name}: {size} in {count} blocks, the reader has {size_mine} in {count_mine}"
+    for name, (size, count) in mine.items():
+        if name not in listed and (not full or size > sizes[-1]):
+            yield f"{name}: not listed, the reader has {size} in {count} blocks"
+
+
+def field(answer, path):
+    for key in path.split("."):
+        if not isinstance(answer, dict) or key not in answer:
+            return MISSING
+        answer = answer[key]
+    return answer
+
+
+def compare(device, answer):
+    """Yields what differs between one device and the answer of the command."""
+    moment = Moment(device)
+    for doubt in device.doubts[:5]:
+        yield f"the reader's replay does not fit the snapshot: {doubt}"
+    if len(device.doubts) > 5:
+        yield f"the reader's replay does not fit the snapshot in {len(device.doubts) - 5} more places"
+    for path, own in CHECKS:
+        mine, theirs = own(device, moment), field(answer, path)
+        if mine is not ANY and (mine != theirs or isinstance(theirs, bool)):
+            yield f"{path}: {theirs}, the reader has {mine}"
+    rows = field(answer, "holders_by_line")
+    if rows is MISSING:
+        yield "holders_by_line: (missing)"
+    else:
+        for text in compare_rows(moment.lines, rows):
+            yield f"holders_by_line: {text}"
+
+
+def devices_of(snapshot):
+    settings = Settings(snapshot.get("allocator_settings") or {})
+    traces = snapshot.get("device_traces") or []
+    segments = {}
+    for segment in snapshot["segments"]:
+        segments.setdefault(segment["device"], []).append(segment)
+    indices = {i for i, events in enumerate(traces) if events} | set(segments)
+    for i in sorted(indices):
+        yield Device(i, segments.get(i, []), traces[i] if i < len(traces) else [], settings)
+
+
+def answers_of(command, path):
+    """The command's JSON objects by device."""
+    done = subprocess.run([command, "explain", "--no-fits", "--json", path], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"exit status {done.returncode}: {done.stderr.strip()}")
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.strip()]
+    for answer in answers:
+        if answer.get("schema_version") != SCHEMA_VERSION:
+            raise RuntimeError(f"schema version {answer.get('schema_version')}, {SCHEMA_VERSION} expected")
+    return {answer["device"]: answer for answer in answers}
+
+
+def check_file(command, path):
+    """Yields (device or None, list of disagreements) for one file."""
+    try:
+        answers = answers_of(command, path)
+        devices = {device.index: device for device in devices_of(load(path))}
+    except Exception as error:
+        yield None, [f"{type(error).__name__}: {error}"]
+        return
+    for index in sorted(answers.keys() | devices.keys()):
+        if index not in answers:
+            yield index, ["the command has no answer for this device"]
+        elif index not in devices:
+            yield index, ["the snapshot has nothing of this device"]
+        else:
+            yield index, list(compare(devices[index], answers[index]))
+
+
+def main(arguments):
+    if len(arguments) < 2:
+        print("usage: independent.py WARPOOL FILE...", file=sys.stderr)
+        return 2
+    # Snapshots are large trees without cycles.
+    gc.disable()
+    passed = failed = 0
+    for path in arguments[1:]:
+        for device, differences in check_file(arguments[0], path):
+            name = path if device is None else f"{path} GPU {device}"
+            for text in differences:
+                print(f"{name}: {text}")
+            passed += not differences
+            failed += bool(differences)
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
