@@ -40,6 +40,7 @@ fn write_advice(explanation: &Explanation, output: &mut Output) -> io::Result<()
     output.heading("What to do")?;
     for (number, advice) in (1..).zip(&explanation.advice) {
         let fits = match advice.fits {
+            Some(true) if explanation.on_device.is_some() => " It fits there.",
             Some(true) => " It would have fitted.",
             Some(false) => " Alone it does not suffice.",
             None => "",

@@ -130,9 +130,10 @@ fn memory(explanation: &Explanation) -> String {
         text(moment.bytes_requested),
         text(moment.bytes_reserved)
     );
-    if let Some(peaks) = explanation.peaks.filter(|peaks| peaks.reserved.bytes > moment.bytes_reserved) {
+    let reserved = text(moment.bytes_reserved);
+    if let Some(peaks) = explanation.peaks.filter(|peaks| text(peaks.reserved.bytes) != reserved) {
         let event = peaks.reserved.event.map_or_else(|| "the start".to_owned(), |event| format!("event {event}"));
-        sentence.push_str(&format!("; {} from {event} on at most", text(peaks.reserved.bytes)));
+        sentence.push_str(&format!("; the most was {}, from {event} on", text(peaks.reserved.bytes)));
     }
     match (explanation.device_bytes_total, explanation.device_origin) {
         (Some(total), DeviceOrigin::Inferred) => {
@@ -171,8 +172,8 @@ fn percent(bytes: u64, whole: u64) -> String {
     #[expect(clippy::cast_precision_loss, reason = "a percentage")]
     let percent = 100.0 * bytes as f64 / whole as f64;
     match percent {
-        percent if percent > 0.0 && percent < 1.0 => "less than 1 %".to_owned(),
-        percent => format!("{percent:.0} %"),
+        percent if percent > 0.0 && percent < 1.0 => "<1%".to_owned(),
+        percent => format!("{percent:.0}%"),
     }
 }
 
@@ -198,7 +199,7 @@ fn held_by(moment: &Moment) -> String {
             "{largest} The recording has no call stacks: to see which lines hold memory, record it with \
              torch.cuda.memory._record_memory_history()."
         )
-    } else if before > holders.bytes / 20 && without > holders.bytes / 20 {
+    } else if before > holders.bytes / 20 && without > holders.bytes / 20 && moment.event.is_some() {
         format!(
             "{largest} {} were allocated before the history begins, by unknown code: to see it, call \
              torch.cuda.memory._record_memory_history() before the model is made.",

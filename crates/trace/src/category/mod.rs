@@ -26,6 +26,8 @@ pub(crate) struct Categories {
     of_allocation: Vec<(Category, Rule)>,
     /// The number of the first allocation at or after each 1,024th event.
     marks: Vec<u32>,
+    /// The events at which calls of modules by the program begin.
+    forwards: Vec<u32>,
     kinds: StackKinds,
 }
 
@@ -59,7 +61,8 @@ impl Categories {
             }
         }
         let end = u32::try_from(events.len()).unwrap_or(u32::MAX);
-        Self { of_allocation: lives.judge(end), marks, kinds }
+        let (of_allocation, forwards) = lives.judge(end);
+        Self { of_allocation, marks, forwards, kinds }
     }
 
     /// Of the allocation at an event; unknown if it is none.
@@ -68,6 +71,12 @@ impl Categories {
         let from = at as usize / MARK_EVENTS * MARK_EVENTS;
         let before = events[from..at as usize].iter().filter(|event| event.action == Action::Alloc).count();
         self.of_allocation.get(first as usize + before).copied().unwrap_or_default()
+    }
+
+    /// How many calls of modules by the program began between two events; `None` if stacks tell of none at all.
+    pub fn module_calls_between(&self, from: usize, until: usize) -> Option<usize> {
+        let before = |event: usize| self.forwards.partition_point(|&start| (start as usize) < event);
+        (!self.forwards.is_empty()).then(|| before(until).saturating_sub(before(from)))
     }
 
     /// Of all allocations, in the order of events.

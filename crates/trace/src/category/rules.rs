@@ -152,13 +152,13 @@ impl Lives {
         self.ooms.push(at);
     }
 
-    /// The category of each; `end` is the number of events.
-    pub fn judge(mut self, end: u32) -> Vec<(Category, Rule)> {
+    /// The category of each, and the events at which calls of modules begin; `end` is the number of events.
+    pub fn judge(mut self, end: u32) -> (Vec<(Category, Rule)>, Vec<u32>) {
         self.name_threads_without_python();
         let passes = Passes::new(&self.lives);
         let mut found: Vec<Judged> = (0..self.lives.len()).map(|number| self.judge_one(number, &passes, end)).collect();
         self.settle_open(&mut found);
-        found.into_iter().map(|judged| (judged.category, judged.rule)).collect()
+        (found.into_iter().map(|judged| (judged.category, judged.rule)).collect(), passes.forwards)
     }
 
     /// In a recording of Python stacks alone, what has no line of Python was allocated by autograd's thread.
@@ -199,6 +199,7 @@ impl Lives {
             Doing::OptimizerSetup | Doing::OptimizerStep => match (ended_in_pass, is_open) {
                 (true, true) => open(match life.kind.doing {
                     Doing::OptimizerSetup => Guess::OptimizerState,
+                    _ if passes.later_in_pass(&self.lives, number, until) >= LATER_MIN => Guess::OptimizerState,
                     _ => Guess::Temporary,
                 }),
                 (true, false) => Judged::temporary(),

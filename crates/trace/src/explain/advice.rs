@@ -308,14 +308,15 @@ fn smaller_program(explanation: &Explanation, missing: u64) -> Vec<Advice> {
         if percent >= 10 {
             advice.push(with(
                 AdviceKind::Batch,
-                format!("Make the batch smaller: {percent} % of it, or shorter sequences"),
+                format!("Make the batch smaller: at most {percent} % of it, or shorter sequences"),
                 format!(
-                    "activations, temporaries and inputs are {} and grow with the batch; {} are missing",
+                    "activations, temporaries and inputs are {} and grow with the batch; {} are missing for the request \
+                     that failed, and what comes after it may need more",
                     text(per_batch),
                     text(missing)
                 ),
                 None,
-                Some(true),
+                None,
                 must_go,
             ));
         }
@@ -400,7 +401,7 @@ fn device(explanation: &Explanation) -> Option<Advice> {
         kind: AdviceKind::Device,
         title: format!("A device of {} GB or more, such as {}", card.gigabytes, card.name),
         detail: format!(
-            "with the recorded settings the recorded requests need a device of {}, as far as the recording goes",
+            "with the recorded settings the recorded requests fit on a device of {}, as far as the recording goes",
             text(needed)
         ),
         apply: None,

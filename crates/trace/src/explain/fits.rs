@@ -7,7 +7,7 @@ use super::{ExplainOptions, Explanation};
 use crate::replay::{
     AddressOrders, AllocatorChoice, DeviceReplay, LimitOrigin, ReplayError, ReplayOptions, ReplayReport, WhatIf,
 };
-use crate::tune::{Candidate, TrialOptions, try_all};
+use crate::tune::{Candidate, SmallestDevice, TrialOptions, try_all};
 
 /// What kind of change it is, the smallest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -160,33 +160,39 @@ fn entries(replay: &DeviceReplay<'_>, settings: &Settings, limit_is_set: bool) -
     entries
 }
 
-/// The smallest device on which the recorded settings need no retry. It may be the recorded one without what others
-/// used of it, if that is known to be large enough.
+/// The smallest device on which the recorded settings fit, as `tune` finds it. It may be the recorded one without what
+/// others used of it, if that is known to be large enough.
 fn device(
     replay: &DeviceReplay<'_>,
     options: &TrialOptions<'_>,
     has_at_least: u64,
     recorded: &ReplayReport,
 ) -> Result<Option<Fit>, ReplayError> {
-    const GIB: u64 = 1 << 30;
-    /// A device that cannot be full.
-    const AMPLE: u64 = 1 << 46;
+    let candidate = Candidate::recorded(replay.recorded_settings());
+    let reports = std::slice::from_ref(recorded);
+    let Some(smallest) = SmallestDevice::find(&[replay], &candidate, reports, options.address_orders)? else {
+        return Ok(None);
+    };
+    let change = if smallest.bytes > has_at_least { Change::Device } else { Change::Others };
+    let is_full = recorded.in_force.limit_origin == LimitOrigin::RecordedDeviceFull;
+    if change == Change::Others && !is_full {
+        return Ok(None);
+    }
     let replay_options = ReplayOptions {
         address_orders: Some(options.address_orders),
         threads: Some(options.threads),
         ..ReplayOptions::default()
     };
-    let report = replay.report(&WhatIf { capacity: Some(AMPLE), ..WhatIf::default() }, &replay_options)?;
-    let needed = report.orders.peak_reserved_bytes_most + crate::replay::bytes_context();
-    let needed = needed.next_multiple_of(GIB);
-    let change = if needed > has_at_least { Change::Device } else { Change::Others };
-    let is_full = recorded.in_force.limit_origin == LimitOrigin::RecordedDeviceFull;
-    if !report.orders.all_fit() || (change == Change::Others && !is_full) {
-        return Ok(None);
-    }
-    let report = replay.report(&WhatIf { capacity: Some(needed), ..WhatIf::default() }, &replay_options)?;
-    let set = format!("{}GiB", needed / GIB);
-    Ok(Some(fit(change, set, "", &report, recorded)))
+    let what_if = WhatIf { capacity: Some(smallest.bytes), ..WhatIf::default() };
+    let report = replay.report(&what_if, &replay_options)?;
+    Ok(Some(fit(change, size_text(smallest.bytes), "", &report, recorded)))
+}
+
+/// A size that `--capacity` takes, rounded up.
+#[expect(clippy::cast_precision_loss, reason = "one decimal is shown")]
+fn size_text(bytes: u64) -> String {
+    const GIB: f64 = (1_u64 << 30) as f64;
+    format!("{:.1}GiB", (bytes as f64 / GIB * 10.0).ceil() / 10.0)
 }
 
 fn fit(change: Change, set: String, variable: &'static str, report: &ReplayReport, recorded: &ReplayReport) -> Fit {

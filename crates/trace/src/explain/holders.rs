@@ -46,7 +46,7 @@ pub struct Holders {
     pub bytes_with_stack: u64,
     /// All bytes.
     pub bytes: u64,
-    /// Bytes that were allocated before the history.
+    /// Bytes that were allocated before the history, and whose stack is not known.
     pub bytes_before_history: u64,
     /// Whether some of it was made in mixed precision, as far as stacks tell.
     pub uses_autocast: bool,
@@ -144,7 +144,7 @@ pub(super) fn holders(
     let mut found = Holders::default();
     for block in state.blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated) {
         found.bytes = found.bytes.saturating_add(block.requested);
-        if block.event.is_none() {
+        if block.event.is_none() && block.stack.is_none() {
             found.bytes_before_history = found.bytes_before_history.saturating_add(block.requested);
         }
         found.uses_autocast |= block.stack.is_some_and(|stack| sites.uses_autocast(stack));

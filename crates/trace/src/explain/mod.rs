@@ -272,7 +272,10 @@ pub(crate) fn explain_device(
     wanted.dedup();
     let states = replay.states_before(&wanted, |_| {})?;
     let state_at = |at: usize| &states[wanted.binary_search(&at).expect("it was asked for")];
-    let growth = growth.filter(|growth| is_kept(growth, &survey.periods, state_at(survey.periods[growth.last])));
+    let growth = growth.filter(|growth| {
+        is_kept(growth, &survey.periods, state_at(survey.periods[growth.last]))
+            && are_iterations(growth, &survey.periods, categories)
+    });
 
     let recorded = replay.report(&WhatIf::default(), &ReplayOptions::default())?;
     let device = Device::new(replay, options, last_oom.is_some());
@@ -323,6 +326,10 @@ pub(crate) fn explain_device(
     };
     remark_on_history(replay, &mut explanation);
     remark_on_device(&mut explanation);
+    if options.at == MomentChoice::OutOfMemory && explanation.ooms == 0 {
+        let remark = "nothing ran out of memory, so the moment is that of the most allocated memory";
+        explanation.remarks.insert(0, remark.to_owned());
+    }
     if !options.skips_fits {
         if let Some(bytes) = device.asked {
             explanation.on_device = Some(on_device(replay, bytes, options)?);
@@ -341,6 +348,13 @@ fn is_kept(growth: &Growth, periods: &[usize], state: &HeapState) -> bool {
     let earlier = periods[growth.first]..periods[growth.last - 1];
     let kept = state.blocks.iter().filter(|block| block.event.is_some_and(|event| earlier.contains(&(event as usize))));
     kept.map(|block| block.requested).fold(0, u64::saturating_add) >= growth.bytes / 2
+}
+
+/// Whether the periods are iterations of the program: its modules are called in each of them. The layers of one model
+/// repeat each other too, and a forward pass keeps what each of them computes.
+fn are_iterations(growth: &Growth, periods: &[usize], categories: &Categories) -> bool {
+    let calls = categories.module_calls_between(periods[growth.first], periods[growth.last]);
+    calls.is_none_or(|calls| calls + 1 >= growth.last - growth.first)
 }
 
 /// The device of an explanation.

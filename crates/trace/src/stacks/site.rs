@@ -279,6 +279,9 @@ pub(crate) fn operators(stack: &[Frame]) -> impl Iterator<Item = &str> {
 /// A function with its file and line.
 fn place(frame: &Frame) -> String {
     let Frame { name, filename, line } = frame;
+    if is_generated(filename) {
+        return format!("compiled graph (line {line} of its code)");
+    }
     format!("{name} ({}:{line})", short_path(filename))
 }
 

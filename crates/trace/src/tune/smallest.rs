@@ -21,7 +21,7 @@ pub struct SmallestDevice {
 
 impl SmallestDevice {
     /// For recordings that fit with a candidate on a device that is large enough; `None` if one does not.
-    pub(super) fn find(
+    pub(crate) fn find(
         devices: &[&DeviceReplay<'_>],
         candidate: &Candidate,
         reports: &[ReplayReport],

@@ -21,6 +21,7 @@ pub(super) use rules::{MIB, RecordedRules};
 
 use super::recording::DeviceRecording;
 use crate::budget::{Budget, Charge, Exceeded, bytes_of};
+use crate::bytes_text::text;
 use limit::{ReleaseCauses, infer_causes};
 use observe::{Observations, observe};
 
@@ -201,12 +202,15 @@ fn recorded_pools(events: &[TraceEntry], action: Action, pools: &mut InferredPoo
 }
 
 fn remark_on_initial_state(initial: &InitialState, remarks: &mut Vec<String>) {
-    remarks.push(format!(
-        "the history starts late: {} MiB were already reserved, {} MiB of them in use by allocations that are not in \
-         the history; this state was reconstructed backward from the snapshot",
-        initial.heap.bytes_reserved() / MIB,
-        initial.bytes_unknown_origin / MIB
-    ));
+    // Every program that used the device before has one small segment.
+    if initial.heap.bytes_reserved() > 2 * MIB || initial.bytes_unknown_origin > MIB {
+        remarks.push(format!(
+            "the history starts late: {} were already reserved, {} of them in use by allocations that are not in the \
+             history; this state was reconstructed backward from the snapshot",
+            text(initial.heap.bytes_reserved()),
+            text(initial.bytes_unknown_origin)
+        ));
+    }
     if initial.blocks_extended > 0 {
         let count = initial.blocks_extended;
         remarks
