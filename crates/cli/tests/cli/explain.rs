@@ -131,7 +131,11 @@ fn tune_ranks_candidates_and_has_a_line_to_paste() {
     assert_eq!(candidates[0]["apply"], "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True");
     let (bytes, tolerance) =
         (&candidates[0]["smallest_device_bytes"], &candidates[0]["smallest_device_tolerance_bytes"]);
-    assert!(bytes.as_u64() > Some(5_880_414_208 + (512 << 20)) && tolerance.as_u64() == Some(64 << 20), "{}", candidates[0]);
+    assert!(
+        bytes.as_u64() > Some(5_880_414_208 + (512 << 20)) && tolerance.as_u64() == Some(64 << 20),
+        "{}",
+        candidates[0]
+    );
     assert!(stdout.contains("where the recorded settings do not fit"), "{stdout}");
     let tight = warpool(&["tune", &recording("mempool.native"), "--orders", "1", "--capacity", "1G"]);
     assert_eq!(tight.status.code(), Some(1), "{}", text(&tight.stdout));
