@@ -240,8 +240,11 @@ class Options(unittest.TestCase):
             warpool.explain(SMALL, colour="red")  # type: ignore[call-arg]
 
     def test_size_is_bytes_or_has_a_unit(self) -> None:
-        self.assertEqual(warpool.explain(SMALL, capacity=200 << 30, fits=False).device_bytes_total, 200 << 30)
-        self.assertEqual(warpool.explain(SMALL, capacity="200GiB", fits=False).device_bytes_total, 200 << 30)
+        for size in (200 << 30, "200GiB"):
+            with self.subTest(size):
+                found = warpool.explain(SMALL, capacity=size, orders=1)
+                self.assertEqual(found.on_device.device_bytes_total, 200 << 30)
+                self.assertEqual((found.device_origin, found.device_name), ("inferred", "H200"), "it ran there")
         for wrong in ("80", "80 apples", "", -1, 1 << 64):
             with self.subTest(wrong), self.assertRaises(warpool.OptionError):
                 warpool.explain(SMALL, capacity=wrong)
@@ -258,6 +261,30 @@ class Options(unittest.TestCase):
                 warpool.explain(SMALL, **options)  # type: ignore[arg-type]
         with self.assertRaisesRegex(warpool.OptionError, "no device 3 in the recording, only 0"):
             warpool.explain(SMALL, fits=False, device=3)
+
+    def test_moment_is_chosen(self) -> None:
+        for at in ("allocated", "reserved", "oom", 7, "1us"):
+            with self.subTest(at):
+                found = warpool.explain(SMALL, at=at, fits=False)
+                self.assertEqual(found.to_dict(), command("explain", "--no-fits", "--at", at, SMALL)[0])
+                self.assertEqual(found.moment.kind, at if at in ("allocated", "reserved", "oom") else "event")
+        self.assertEqual(warpool.explain(SMALL, at=7, fits=False).moment.event, 7)
+        self.assertEqual(warpool.explain(SMALL, fits=False).moment.kind, "oom")
+        growth = RECORDINGS / "verdict.growth.pickle.xz"
+        found = warpool.diff(SMALL, growth, at="oom", page=False)
+        self.assertEqual(found.to_dict(), command("diff", "--at", "oom", SMALL, growth)[0])
+        self.assertEqual((found.before.moment, found.after.moment), ("oom", "oom"))
+        for wrong in ("noon", -1, "", 1 << 64):
+            with self.subTest(wrong), self.assertRaises(warpool.OptionError):
+                warpool.explain(SMALL, at=wrong, fits=False)
+
+    def test_card_is_chosen_by_name(self) -> None:
+        resnet = RECORDINGS / "resnet_train.native.pickle.xz"
+        found = warpool.explain(resnet, gpu="rtx4090", orders=1)
+        self.assertEqual(found.to_dict(), command("explain", "--gpu", "rtx4090", "--orders", 1, resnet)[0])
+        self.assertIs(found.on_device.fits, True)
+        self.assertEqual((found.device_bytes_total, found.device_origin), (None, "unknown"), "it did not run there")
+        self.assertIsNone(warpool.explain(resnet, fits=False).on_device)
 
     def test_largest_capacity_is_accepted(self) -> None:
         self.assertEqual(warpool.explain(SMALL, capacity=(1 << 64) - 1, orders=1).verdict, "fragmentation")
@@ -344,7 +371,7 @@ class Answers(unittest.TestCase):
 
     def test_difference(self) -> None:
         found = warpool.diff(SMALL, RECORDINGS / "verdict.growth.pickle.xz", page=False)
-        self.assertIn("recording holds", found.headline)
+        self.assertIn("The second recording has 2.2 GiB more allocated", found.headline)
         self.assertGreater(len(found.changes), 0)
         self.assertIsNone(found.page)
         with self.assertRaisesRegex(ValueError, "page=True"):
@@ -448,7 +475,8 @@ class Running(unittest.TestCase):
         found: List[Any] = [None] * len(names)
 
         def explain(at: int) -> None:
-            found[at] = warpool.explain(RECORDINGS / f"verdict.{names[at]}.pickle.xz", orders=1).verdict
+            path = RECORDINGS / f"verdict.{names[at]}.pickle.xz"
+            found[at] = warpool.explain(path, gpu="h200", orders=1).verdict
 
         threads = [threading.Thread(target=explain, args=(at,)) for at in range(len(names))]
         for thread in threads:

@@ -46,6 +46,16 @@ FRAMEWORKS = frozenset(
     "torch torch_xla functorch triton lightning pytorch_lightning lightning_fabric accelerate deepspeed ignite"
     " apex importlib".split()
 )
+# What the Python folder of PyTorch contains: a checkout of PyTorch, and not a project in a folder named `torch`.
+TORCH_PARTS = frozenset(
+    "nn optim autograd cuda distributed distributions utils fx jit func fft linalg amp _C _dynamo _functorch _inductor"
+    " _subclasses __init__.py functional.py random.py serialization.py _tensor.py _ops.py _compile.py _utils.py"
+    " _utils_internal.py".split()
+)
+# Programs that were typed in.
+TYPED_IN = ("<stdin>", "<ipython-input", "<cell")
+# PyTorch's nodes of autograd's graph: those of its operators, and those that it has by hand.
+NODE = re.compile(r"\btorch::autograd::(?:generated::)?\w*(?:Backward\d*|AccumulateGrad)::(?:apply|operator\(\))")
 
 
 # What is compared: the field of the command's JSON, and the reader's own value for it.
@@ -457,18 +467,38 @@ def is_python(path):
 
 
 def is_framework(path):
+    """Whether a file is not the program's own: a framework's, Python's, or written by a compiler."""
     path = path.replace("\\", "/")
-    if path.startswith("<") or not FRAMEWORKS.isdisjoint(path.split("/")[:-1]):
+    if path.startswith("<"):
+        return not path.startswith(TYPED_IN)
+    if "/torchinductor_" in path:
         return True
-    return "/lib/python3" in path and "-packages/" not in path
+    # Of an installed file the package tells. The folders above it may be named after anything.
+    installed = re.split(r"(?:site|dist)-packages/", path)
+    if len(installed) > 1:
+        return installed[-1].split("/")[0] in FRAMEWORKS
+    if re.search(r"/lib/python3|/Lib/", path):
+        return True
+    parts = path.split("/")
+    return any(
+        folder in FRAMEWORKS and (folder != "torch" or following in TORCH_PARTS)
+        for folder, following in zip(parts, parts[1:])
+    )
+
+
+def is_backward(frames):
+    """Whether a stack runs a node of autograd's graph."""
+    return any(NODE.search(frame["name"]) for frame in frames if not is_python(frame["filename"]))
 
 
 def line_of(frames):
-    """The innermost Python line that is not a framework's, else the outermost; None without Python frames."""
+    """The innermost Python line of the program's own; None if there is none and the stack is of the backward pass,
+    which autograd runs on a thread of its own; else the outermost Python line."""
     python = [frame for frame in frames if is_python(frame["filename"])]
-    if not python:
+    own = next((frame for frame in python if not is_framework(frame["filename"])), None)
+    if own is None and (not python or is_backward(frames)):
         return None
-    frame = next((frame for frame in python if not is_framework(frame["filename"])), python[-1])
+    frame = own or python[-1]
     path = frame["filename"].replace("\\", "/")
     for folder in ("site-packages/", "dist-packages/"):
         path = path.rpartition(folder)[2]

@@ -237,8 +237,9 @@ def keys_work(context):
     equal(view(page, "cursor"), 0, "Home")
     page.key("y")
     holds(page.text("#moment").find("event") > 0 and view(page, "cursor") > 0, "y goes to the first retry")
-    page.key("a")
-    holds("age" in page.text("#colour"), page.text("#colour"))
+    for colour in ["category", "age"]:
+        page.key("a")
+        equal(page.text("#colour"), f"coloured by {colour}", "a")
     frames = page.evaluate("warpool.flame.graph.places.length")
     page.key("End")
     page.key("o")
@@ -394,14 +395,13 @@ def screenshots(context, folder):
             whole(context.open(name, dark=theme == "dark")[0], f"{name}.{theme}", 1280)
     whole(context.open("oom_stacks.fraction_6gib", width=390)[0], "narrow", 390)
     whole(context.open("oom_stacks.fraction_6gib")[0], "search", 1280, keys="+++", search="dropout")
-    whole(context.open("oom_stacks.fraction_6gib", dark=True)[0], "age", 1280, keys="ax")
+    whole(context.open("oom_stacks.fraction_6gib", dark=True)[0], "age", 1280, keys="aax")
     path, _ = context.difference()
     for theme in ["light", "dark"]:
         whole(context.browser.open(path, dark=theme == "dark"), f"difference.{theme}", 1280)
     whole(context.browser.open(path, width=480), "difference.narrow", 480)
     for theme, width in [("light", 1400), ("dark", 1400), ("light", 480), ("dark", 480)]:
-        page, _ = context.open("oom_stacks.fraction_6gib", width=width, dark=theme == "dark")
-        parts.with_categories(page)
+        page, _ = context.open("train.default", width=width, dark=theme == "dark")
         page.evaluate("document.querySelector('#holders tbody tr').click()")
         whole(page, f"categories.{theme}.{width}", width, keys="as")
 

@@ -132,7 +132,7 @@ fn tune_ranks_candidates_and_has_a_line_to_paste() {
     let (bytes, tolerance) =
         (&candidates[0]["smallest_device_bytes"], &candidates[0]["smallest_device_tolerance_bytes"]);
     assert!(
-        bytes.as_u64().is_some_and(|bytes| bytes >> 30 == 5) && tolerance.as_u64() == Some(64 << 20),
+        bytes.as_u64() > Some(5_880_414_208 + (512 << 20)) && tolerance.as_u64() == Some(64 << 20),
         "{}",
         candidates[0]
     );
@@ -190,28 +190,28 @@ fn recordings_by_default_are_explained_in_a_sentence() {
     }
 }
 
-/// Issue 34, point 1: most memory is reserved when a segment is about to be made, and most allocated later.
+/// Issue 34, point 1: most memory is reserved at one moment, and most allocated at another.
 #[test]
 fn most_allocated_memory_is_explained_and_both_peaks_are_told() {
-    let (stdout, object) = explained("train.default", &["--no-fits"]);
+    const NAME: &str = "streams.expandable_cap";
+    let (stdout, object) = explained(NAME, &["--no-fits"]);
     let (moment, peaks) = (&object["moment"], &object["peaks"]);
-    assert_ne!(peaks["allocated"]["event"], peaks["reserved"]["event"], "or this recording shows nothing");
     assert_eq!((&moment["kind"], &moment["event"]), (&"allocated".into(), &peaks["allocated"]["event"]));
     assert_eq!(moment["allocated_bytes"], peaks["allocated"]["bytes"]);
-    // PyTorch's own counters, in `train.default.truth.json`.
-    assert_eq!(peaks["allocated"]["bytes"], 6_501_005_824_u64);
-    assert_eq!(peaks["reserved"]["bytes"], 7_463_763_968_u64);
+    assert_eq!(peaks["reserved"]["bytes"], 1_753_219_072_u64, "PyTorch counted as many");
+    assert!(moment["reserved_bytes"].as_u64() < peaks["reserved"]["bytes"].as_u64(), "or this recording shows nothing");
     let event = &moment["event"];
     assert!(stdout.contains(&format!("The most memory was allocated at event {event}")), "{stdout}");
     for sentence in object["sentences"].as_array().expect("a list") {
         let sentence = words(sentence.as_str().expect("a text").as_bytes());
         assert!(stdout.contains(&sentence), "'{sentence}' is in the JSON and not in {stdout}");
     }
-    let (stdout, reserved) = explained("train.default", &["--no-fits", "--at", "reserved"]);
-    assert_eq!(reserved["moment"]["event"], peaks["reserved"]["event"]);
+    let (stdout, reserved) = explained(NAME, &["--no-fits", "--at", "reserved"]);
+    assert_eq!(reserved["moment"]["reserved_bytes"], peaks["reserved"]["bytes"]);
+    assert_eq!(reserved["peaks"], *peaks, "they do not depend on the moment");
     assert!(stdout.contains("The most memory was reserved at event"), "{stdout}");
 
-    let file = recording("train.default");
+    let file = recording(NAME);
     let same = &objects(&["diff", &file, &file, "--json"], 0)[0];
     assert_eq!(same["before"]["moment"], "allocated");
     assert_eq!(same["before"]["event"], *event, "it compares the moment that explain explains");
