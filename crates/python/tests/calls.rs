@@ -180,7 +180,7 @@ fn calls_through_the_c_interface() {
 fn calls_run_at_once() {
     let names = ["verdict.growth", "verdict.limit", "verdict.outside", "verdict.fragmentation"];
     let verdict = |name: &str| {
-        let (answer, _) = ask("explain", json!({ "no_fits": true }), &[Source::Path(recording(name))]);
+        let (answer, _) = ask("explain", json!({ "no_fits": true, "gpu": "h200" }), &[Source::Path(recording(name))]);
         answer["devices"][0]["object"]["verdict"].as_str().expect("a verdict").to_owned()
     };
     std::thread::scope(|scope| {

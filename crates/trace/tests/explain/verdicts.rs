@@ -55,6 +55,9 @@ fn recordings_of_each_case_have_its_verdict() {
         ("device_full.expandable", Verdict::LiveExceedsDevice),
         ("oom_stacks.fraction_6gib", Verdict::Fragmentation),
         ("resnet_train.native", Verdict::Fitted),
+        ("leak.default", Verdict::Growth),
+        ("oom_device.default", Verdict::LiveExceedsDevice),
+        ("oom_limit.default", Verdict::Fragmentation),
     ] {
         let explanation = explained(&recording(&format!("{name}.pickle.xz")).snapshot, &on_h200());
         let moment = explanation.moment();
@@ -74,7 +77,9 @@ fn growth_is_named_by_line() {
 
 #[test]
 fn programs_that_do_not_grow_have_no_growth() {
-    for name in ["resnet_train.native", "prefetch_streams_train.native", "oom_stacks.fraction_6gib", "churn.gc_call"] {
+    let names = "resnet_train.native prefetch_streams_train.native oom_stacks.fraction_6gib churn.gc_call \
+                 oom_device.default oom_limit.default train.default streams.default";
+    for name in names.split_whitespace() {
         let explanation = explained(&recording(&format!("{name}.pickle.xz")).snapshot, &quick());
         assert!(explanation.growth.is_none(), "{name}: {:?}", explanation.growth);
     }

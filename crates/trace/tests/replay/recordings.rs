@@ -27,7 +27,7 @@ const fn counted(
 
 /// Sorted by name.
 #[rustfmt::skip]
-const ALL: [Counted; 32] = [
+const ALL: [Counted; 38] = [
     counted("churn.expandable_cap",                1_774_190_592,  44, 7, 1),
     counted("churn.gc_call",                       1_530_920_960,  40, 0, 0),
     counted("churn.max_split_40_gc_roundup_8",     2_160_066_560,  57, 0, 0),
@@ -36,10 +36,14 @@ const ALL: [Counted; 32] = [
     counted("churn.switched_expandable",             358_612_992,  20, 0, 0),
     counted("device_full.expandable",            148_019_085_312,  74, 1, 1),
     counted("device_full.native",                148_086_194_176,  75, 1, 1),
+    counted("generate.default",                      553_648_128,  23, 0, 0),
     counted("gnn_train.expandable",                1_145_044_992,  30, 0, 0),
     counted("graphs.expandable",                     958_398_464,  90, 0, 0),
     counted("graphs.native",                         182_452_224,  27, 0, 0),
+    counted("leak.default",                        2_984_247_296,  53, 1, 1),
     counted("mempool.native",                      1_130_364_928,  65, 0, 0),
+    counted("oom_device.default",                147_316_539_392, 110, 2, 1),
+    counted("oom_limit.default",                   6_434_062_336,  86, 4, 1),
     counted("oom_stacks.fraction_6gib",            6_438_256_640, 495, 8, 1),
     counted("pools.native",                          377_487_360,  37, 0, 0),
     counted("prefetch_streams_train.expandable",   5_163_188_224, 114, 0, 0),
@@ -51,8 +55,10 @@ const ALL: [Counted; 32] = [
     counted("ring.late_native",                      824_180_736,   0, 0, 0),
     counted("ring.late_streams",                     778_043_392,   2, 0, 0),
     counted("serve.native",                       16_716_398_592, 136, 0, 0),
+    counted("streams.default",                     2_856_321_024,  48, 0, 0),
     counted("streams.empty_cache",                   847_249_408, 200, 0, 0),
     counted("streams.expandable_cap",              1_753_219_072,  87, 4, 0),
+    counted("train.default",                       7_463_763_968,  93, 0, 0),
     counted("verdict.fragmentation",               1_887_436_800,   9, 1, 1),
     counted("verdict.growth",                      4_227_858_432,  36, 1, 1),
     counted("verdict.limit",                       2_097_152_000,  10, 1, 1),
