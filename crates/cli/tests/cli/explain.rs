@@ -163,8 +163,8 @@ const DEFAULTS: [&str; 6] =
 #[test]
 fn recordings_by_default_are_explained_in_a_sentence() {
     for (name, sentences) in [
-        ("train.default", &["it did not run out of memory", "3.4 GiB activations (56 %)"][..]),
-        ("generate.default", &["269.0 MiB parameters (59 %), 149 MiB activations (33 %)"]),
+        ("train.default", &["it did not run out of memory", "3.4 GiB activations (56%)"][..]),
+        ("generate.default", &["269.0 MiB parameters (59%), 149 MiB activations (33%)"]),
         (
             "leak.default",
             &[
@@ -181,7 +181,7 @@ fn recordings_by_default_are_explained_in_a_sentence() {
             "oom_limit.default",
             &["out of memory: fragmentation", "a memory limit of at least 6.0 GiB and below 6.6 GiB refused it"],
         ),
-        ("streams.default", &["it did not run out of memory", "1.1 GiB activations (75 %), 340.1 MiB temporaries"]),
+        ("streams.default", &["it did not run out of memory", "1.1 GiB activations (75%), 340.1 MiB temporaries"]),
     ] {
         let (stdout, _) = explained(name, &["--orders", "1"]);
         for sentence in sentences {
@@ -309,7 +309,7 @@ fn advice_names_the_leak_and_the_call_that_sets_the_limit() {
     // Batches that double are no leak: all of it is of the last one.
     let device = advice_of("oom_device.default");
     assert!(device.iter().all(|one| one["kind"] != "leak"), "{device:?}");
-    assert_eq!((&device[0]["kind"], &device[0]["fits"]), (&"batch".into(), &true.into()), "{device:?}");
+    assert_eq!((&device[0]["kind"], &device[0]["fits"]), (&"batch".into(), &Value::Null), "{device:?}");
 }
 
 /// Issue 34, point 8: lines that moved are the same lines.

@@ -39,6 +39,9 @@ pub fn headline(explanation: &Explanation) -> String {
     let verdict = explanation.verdict;
     let recorded = match verdict {
         Verdict::Fitted | Verdict::Unknown => verdict.words().to_owned(),
+        Verdict::LiveExceedsDevice if explanation.device_bytes_total.is_none() => {
+            "out of memory: more is allocated than the device had for this program".to_owned()
+        }
         _ => format!("out of memory: {}", verdict.words()),
     };
     match &explanation.on_device {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use warpool::memory::StackId;
 
 use super::doing::{Doing, Makes, StackKind};
@@ -265,6 +265,8 @@ impl Lives {
         // By call and size, or by the call alone: the sizes of another batch are others.
         let mut known: FxHashMap<(StackId, Option<u64>), [u64; Category::ALL.len()]> = FxHashMap::default();
         let mut parameter_sizes: BTreeSet<u64> = BTreeSet::new();
+        let open = self.lives.iter().zip(&*found).filter(|(_, judged)| judged.open.is_some());
+        let asked: FxHashSet<StackId> = open.filter_map(|(life, _)| life.stack).collect();
         let mut retained = Retention::default();
         for (life, judged) in self.lives.iter().zip(&*found) {
             if judged.category == Category::Parameters {
@@ -273,8 +275,8 @@ impl Lives {
             match judged.open {
                 Some(guess) => retained.see(guess, life.bytes),
                 None => {
+                    let Some(stack) = life.stack.filter(|stack| asked.contains(stack)) else { continue };
                     for size in [Some(life.bytes), None] {
-                        let Some(stack) = life.stack else { continue };
                         let counts = known.entry((stack, size)).or_default();
                         counts[judged.category.index()] = counts[judged.category.index()].saturating_add(life.bytes);
                     }

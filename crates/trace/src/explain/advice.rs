@@ -117,7 +117,7 @@ pub(super) fn advise(explanation: &Explanation, judgement: &Judgement, options: 
     }
     if does_not_fit || (ran_out && explanation.on_device.is_none()) {
         let missing = missing(explanation, judgement);
-        if missing > 0 && !options.not_of_pytorch {
+        if missing > 0 && !options.not_of_pytorch && judgement.verdict != Verdict::Growth {
             advice.extend(smaller_program(explanation, missing));
         }
         advice.extend(others(judgement));

@@ -100,7 +100,9 @@ pub(super) fn find(
         }
     }
     if limit_is_set {
-        changes.push((Change::Limit, Candidate::changed(settings, "per_process_memory_fraction:1.0")));
+        // Not by a variable: the call that set the limit overrides it.
+        let lifted = Candidate::changed(settings, "per_process_memory_fraction:1.0");
+        changes.push((Change::Limit, Candidate { variable: "", ..lifted }));
     }
     if recorded.in_force.allocator_recorded != AllocatorChoice::Paged {
         changes.push((Change::Allocator, Candidate::allocator(AllocatorChoice::Paged, "")));

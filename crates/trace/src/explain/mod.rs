@@ -256,7 +256,7 @@ pub(crate) fn explain_device(
     options: &ExplainOptions<'_>,
 ) -> Result<Explanation, ReplayError> {
     let events = replay.events();
-    let survey = Survey::new(replay)?;
+    let (survey, checkpoints) = Survey::new(replay)?;
     let growth = periods::growth(&survey.allocated_at_periods);
     let moments = survey.moments(options.at, events);
     let last_oom = survey.ooms.last().copied();
@@ -270,7 +270,7 @@ pub(crate) fn explain_device(
     wanted.extend(growth.map(|growth| survey.periods[growth.last]));
     wanted.sort_unstable();
     wanted.dedup();
-    let states = replay.states_before(&wanted, |_| {})?;
+    let states = replay.states_before(&wanted, checkpoints)?;
     let state_at = |at: usize| &states[wanted.binary_search(&at).expect("it was asked for")];
     let growth = growth.filter(|growth| {
         is_kept(growth, &survey.periods, state_at(survey.periods[growth.last]))

@@ -7,7 +7,7 @@ use super::categories::{AllocatedBlock, CategoryShare};
 use super::holders::Holders;
 use super::parts::Parts;
 use super::periods;
-use crate::replay::{DeviceReplay, HeapState, ReplayError, RequestInfo, Totals};
+use crate::replay::{Checkpoints, DeviceReplay, HeapState, ReplayError, RequestInfo, Totals};
 
 /// What a moment is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,7 +139,8 @@ pub(super) struct Survey {
 }
 
 impl Survey {
-    pub fn new(replay: &DeviceReplay<'_>) -> Result<Self, ReplayError> {
+    /// With passes near the moments that it finds.
+    pub fn new<'a, 'r>(replay: &'a DeviceReplay<'r>) -> Result<(Self, Checkpoints<'a, 'r>), ReplayError> {
         let events = replay.events();
         let periods = periods::find(events);
         let start = replay.totals_at_start();
@@ -156,12 +157,14 @@ impl Survey {
             ooms: Vec::new(),
             has_times: has_times(events),
         };
-        replay.states_before(&[], |totals| survey.see(totals, events))?;
-        Ok(survey)
+        let checkpoints = replay.walk(|totals| survey.see(totals, events))?;
+        Ok((survey, checkpoints))
     }
 
-    fn see(&mut self, totals: &Totals, events: &[TraceEntry]) {
+    /// Returns whether the state may be asked for.
+    fn see(&mut self, totals: &Totals, events: &[TraceEntry]) -> bool {
         let Totals { event, bytes_requested, bytes_allocated, bytes_reserved, .. } = *totals;
+        let before = (self.peaks.allocated.bytes, self.most_reserved);
         self.peaks.requested.see(bytes_requested, event);
         self.peaks.allocated.see(bytes_allocated, event);
         self.peaks.reserved.see(bytes_reserved, event);
@@ -171,9 +174,11 @@ impl Survey {
         if self.periods.get(self.allocated_at_periods.len()) == Some(&event) {
             self.allocated_at_periods.push(bytes_allocated);
         }
-        if events[event].action == Action::Oom {
+        let is_oom = events[event].action == Action::Oom;
+        if is_oom {
             self.ooms.push(event);
         }
+        is_oom || before != (self.peaks.allocated.bytes, self.most_reserved)
     }
 
     /// The moments to explain, the one that counts last: its kind and its event.

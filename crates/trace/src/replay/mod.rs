@@ -61,7 +61,7 @@ pub(crate) use conditions::bytes_context;
 pub(crate) use recording::check_segments;
 #[cfg(test)]
 pub(crate) use state::PoolKey;
-pub(crate) use state::{HeapState, RequestInfo, StateBlock, StateChange, Totals};
+pub(crate) use state::{Checkpoints, HeapState, RequestInfo, StateBlock, StateChange, Totals};
 
 /// Why a recording could not be replayed.
 #[derive(Debug, thiserror::Error)]

@@ -2,6 +2,7 @@
 //! and sizes are the recorded ones, whatever a replay does.
 
 use std::ops::Range;
+use std::rc::Rc;
 
 use rustc_hash::FxHashMap;
 use warpool::memory::{Action, BlockState, MemPoolId, SegmentInfo, SegmentKind, SizeRules, StackId, TraceEntry};
@@ -150,9 +151,9 @@ pub(crate) enum StateChange {
     Released { addr: u64, bytes: u64 },
 }
 
-impl DeviceReplay<'_> {
+impl<'r> DeviceReplay<'r> {
     /// A pass over the events, at its start.
-    fn pass(&self) -> StatePass<'_, '_> {
+    fn pass(&self) -> StatePass<'_, 'r> {
         let inference = self.inference();
         let rules = RecordedRules::new(&inference.settings);
         let heap = match &inference.initial {
@@ -166,37 +167,88 @@ impl DeviceReplay<'_> {
         pass
     }
 
-    /// The states before these events, which ascend; one beyond the last event is the state at the end. `on_event` is
-    /// called after every event.
+    /// Passes over all events, and calls `on_event` after each. Where it returns `true`, a state near that event will be
+    /// asked for: the result has a pass from which that is not far.
+    pub(crate) fn walk(&self, mut on_event: impl FnMut(&Totals) -> bool) -> Result<Checkpoints<'_, 'r>, ReplayError> {
+        /// A copy takes as long as some events for each of its blocks.
+        const EVENTS_MIN: usize = 1 << 16;
+        const EVENTS_PER_BLOCK: usize = 16;
+        let mut pass = self.pass();
+        let mut charge = Charge::new(self.budget());
+        let (mut last, mut kept) = (None, Vec::new());
+        let mut next = 0;
+        for (at, event) in self.events().iter().enumerate() {
+            if at == next {
+                last = Some(Rc::new((at, pass.clone())));
+                next = at + EVENTS_MIN.max(EVENTS_PER_BLOCK * pass.heap.blocks().len());
+            }
+            let change = pass.apply(at, event);
+            if on_event(&pass.totals(at, change)) {
+                keep(&mut kept, last.as_ref());
+            }
+            if at % 1024 == 0 {
+                charge.raise_to(64 * pass.live.len() as u64);
+                self.budget().check()?;
+            }
+        }
+        self.budget().check()?;
+        Ok(Checkpoints(kept))
+    }
+
+    /// The states before these events, which ascend; one beyond the last event is the state at the end.
     pub(crate) fn states_before(
         &self,
         moments: &[usize],
-        mut on_event: impl FnMut(&Totals),
+        from: Checkpoints<'_, 'r>,
     ) -> Result<Vec<HeapState>, ReplayError> {
-        let mut pass = self.pass();
+        let Some(&first) = moments.first() else { return Ok(Vec::new()) };
+        let nearest = from.0.into_iter().rev().find(|checkpoint| checkpoint.0 <= first);
+        let (start, mut pass) = nearest.map_or_else(|| (0, self.pass()), Rc::unwrap_or_clone);
         let mut charge = Charge::new(self.budget());
         let mut states = Vec::with_capacity(moments.len());
         let mut moments = moments.iter().peekable();
-        for (at, event) in self.events().iter().enumerate() {
+        for (at, event) in self.events().iter().enumerate().skip(start) {
             while moments.next_if(|&&moment| moment == at).is_some() {
                 states.push(pass.state());
             }
-            let change = pass.apply(at, event);
-            on_event(&pass.totals(at, change));
+            if moments.peek().is_none() {
+                break;
+            }
+            pass.apply(at, event);
             if at % 1024 == 0 {
                 charge.raise_to(64 * pass.live.len() as u64);
                 self.budget().check()?;
             }
         }
         states.extend(moments.map(|_| pass.state()));
-        let survivors = pass.survivors();
-        for block in states.iter_mut().flat_map(|state| &mut state.blocks) {
-            if block.stack.is_none() && block.state == BlockState::ActiveAllocated {
-                block.stack = survivors.get(&(block.addr, block.event)).copied().flatten();
-            }
-        }
+        self.add_stacks_of_survivors(&mut states);
         self.budget().check()?;
         Ok(states)
+    }
+
+    /// Blocks that are still allocated at the end are in the snapshot, with their stacks. Those from before the history
+    /// have them only there, and all do if the events were recorded without.
+    fn add_stacks_of_survivors(&self, states: &mut [HeapState]) {
+        let mut unknown = states.iter_mut().flat_map(|state| &mut state.blocks);
+        let is_unknown = |block: &StateBlock| block.stack.is_none() && block.state == BlockState::ActiveAllocated;
+        if !unknown.any(|block| is_unknown(block)) {
+            return;
+        }
+        let mut live: FxHashMap<u64, u32> = FxHashMap::default();
+        for (at, event) in (0_u32..).zip(self.events()) {
+            match event.action {
+                Action::Alloc => drop(live.insert(event.addr, at)),
+                Action::FreeCompleted => drop(live.remove(&event.addr)),
+                _ => {}
+            }
+        }
+        let blocks = self.segments().iter().flat_map(|segment| &segment.blocks);
+        let kept = blocks.filter(|block| block.state == BlockState::ActiveAllocated && block.stack.is_some());
+        let survivors: FxHashMap<(u64, Option<u32>), Option<StackId>> =
+            kept.map(|block| ((block.address, live.get(&block.address).copied()), block.stack)).collect();
+        for block in states.iter_mut().flat_map(|state| &mut state.blocks).filter(|block| is_unknown(block)) {
+            block.stack = survivors.get(&(block.addr, block.event)).copied().flatten();
+        }
     }
 
     /// The bytes before the first event; its number is that of the first event.
@@ -207,7 +259,7 @@ impl DeviceReplay<'_> {
 
     /// The state before the first event. Blocks that are still allocated at the end have their stacks.
     pub(crate) fn states_before_first(&self) -> Result<HeapState, ReplayError> {
-        let mut states = self.states_before(&[0], |_| {})?;
+        let mut states = self.states_before(&[0], Checkpoints::default())?;
         Ok(states.pop().unwrap_or_default())
     }
 
@@ -241,6 +293,24 @@ impl DeviceReplay<'_> {
     }
 }
 
+/// Passes at some events, ascending: states near them need no pass from the start.
+#[derive(Default)]
+pub(crate) struct Checkpoints<'a, 'r>(Vec<Rc<(usize, StatePass<'a, 'r>)>>);
+
+/// Adds a checkpoint, unless it is there. Of more than a few the first go: peaks come late.
+fn keep<'a, 'r>(kept: &mut Vec<Rc<(usize, StatePass<'a, 'r>)>>, checkpoint: Option<&Rc<(usize, StatePass<'a, 'r>)>>) {
+    const KEPT_MAX: usize = 4;
+    let Some(checkpoint) = checkpoint else { return };
+    if kept.iter().any(|kept| kept.0 == checkpoint.0) {
+        return;
+    }
+    if kept.len() == KEPT_MAX {
+        kept.remove(1);
+    }
+    kept.push(Rc::clone(checkpoint));
+}
+
+#[derive(Clone)]
 struct StatePass<'a, 'r> {
     replay: &'a DeviceReplay<'r>,
     heap: RecordedHeap,
@@ -437,14 +507,6 @@ impl StatePass<'_, '_> {
             bytes_releasable: self.heap.bytes_releasable(),
             blocks,
         }
-    }
-
-    /// Blocks that are still allocated at the end, by address and event: they are in the snapshot, with their stacks.
-    /// Those from before the history have them only there, and all do if the events were recorded without.
-    fn survivors(&self) -> FxHashMap<(u64, Option<u32>), Option<StackId>> {
-        let blocks = self.replay.segments().iter().flat_map(|segment| &segment.blocks);
-        let kept = blocks.filter(|block| block.state == BlockState::ActiveAllocated && block.stack.is_some());
-        kept.map(|block| ((block.address, self.live.get(&block.address).map(|live| live.event)), block.stack)).collect()
     }
 }
 

@@ -190,13 +190,14 @@ fn of_device(
     let mut allocations = categories.all().iter();
     let first_us = events.first().map_or(0, |event| event.time_us);
     let mut time_us = 0;
-    replay.states_before(&[], |totals| {
+    replay.walk(|totals| {
         // Events of several threads may be out of order.
         let since = events[totals.event].time_us.saturating_sub(first_us);
         time_us = u64::try_from(since).unwrap_or(0).max(time_us);
         let is_allocation = events[totals.event].action == Action::Alloc;
         let category = is_allocation.then(|| allocations.next()).flatten().map_or(Category::Unknown, |it| it.0);
         building.see(totals, category, time_us);
+        false
     })?;
     let mut timeline = building.finish(explanation);
     timeline.marks = marks(replay);
