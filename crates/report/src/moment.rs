@@ -11,7 +11,6 @@ pub fn parse(text: &str) -> Result<MomentChoice, String> {
         format!("'{text}' is not a moment: write allocated, reserved, oom, the number of an event, or a time as 1.5s")
     };
     match text.trim() {
-        "usual" => return Ok(MomentChoice::Usual),
         "allocated" => return Ok(MomentChoice::Allocated),
         "reserved" => return Ok(MomentChoice::Reserved),
         "oom" => return Ok(MomentChoice::OutOfMemory),

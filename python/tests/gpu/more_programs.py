@@ -216,18 +216,35 @@ def gan(truth: Truth) -> None:
     device = torch.device("cuda:0")
     nz, ngf, ndf, batch_size = 100, 96, 96, 384
     netG = nn.Sequential(
-        nn.ConvTranspose2d(nz, ngf * 8, 4, 1, 0, bias=False), nn.BatchNorm2d(ngf * 8), nn.ReLU(True),
-        nn.ConvTranspose2d(ngf * 8, ngf * 4, 4, 2, 1, bias=False), nn.BatchNorm2d(ngf * 4), nn.ReLU(True),
-        nn.ConvTranspose2d(ngf * 4, ngf * 2, 4, 2, 1, bias=False), nn.BatchNorm2d(ngf * 2), nn.ReLU(True),
-        nn.ConvTranspose2d(ngf * 2, ngf, 4, 2, 1, bias=False), nn.BatchNorm2d(ngf), nn.ReLU(True),
-        nn.ConvTranspose2d(ngf, 3, 4, 2, 1, bias=False), nn.Tanh(),
+        nn.ConvTranspose2d(nz, ngf * 8, 4, 1, 0, bias=False),
+        nn.BatchNorm2d(ngf * 8),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(ngf * 8, ngf * 4, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(ngf * 4),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(ngf * 4, ngf * 2, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(ngf * 2),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(ngf * 2, ngf, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(ngf),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(ngf, 3, 4, 2, 1, bias=False),
+        nn.Tanh(),
     ).to(device)
     netD = nn.Sequential(
-        nn.Conv2d(3, ndf, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(ndf, ndf * 2, 4, 2, 1, bias=False), nn.BatchNorm2d(ndf * 2), nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(ndf * 2, ndf * 4, 4, 2, 1, bias=False), nn.BatchNorm2d(ndf * 4), nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(ndf * 4, ndf * 8, 4, 2, 1, bias=False), nn.BatchNorm2d(ndf * 8), nn.LeakyReLU(0.2, inplace=True),
-        nn.Conv2d(ndf * 8, 1, 4, 1, 0, bias=False), nn.Sigmoid(),
+        nn.Conv2d(3, ndf, 4, 2, 1, bias=False),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(ndf, ndf * 2, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(ndf * 2),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(ndf * 2, ndf * 4, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(ndf * 4),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(ndf * 4, ndf * 8, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(ndf * 8),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(ndf * 8, 1, 4, 1, 0, bias=False),
+        nn.Sigmoid(),
     ).to(device)
     netG.apply(weights_init)
     netD.apply(weights_init)
@@ -394,8 +411,15 @@ def loader_pinned(truth: Truth) -> None:
     from torchvision.models import convnext_tiny
 
     device = "cuda"
-    train_loader = DataLoader(RandomImages(96, 224, 100), batch_size=48, shuffle=True, num_workers=2,
-                              pin_memory=True, drop_last=True, persistent_workers=True)
+    train_loader = DataLoader(
+        RandomImages(96, 224, 100),
+        batch_size=48,
+        shuffle=True,
+        num_workers=2,
+        pin_memory=True,
+        drop_last=True,
+        persistent_workers=True,
+    )
     val_loader = DataLoader(RandomImages(48, 224, 100), batch_size=48, num_workers=2, pin_memory=True)
     model = convnext_tiny(weights=None, num_classes=100).to(device)
     truth.model(model)
@@ -577,8 +601,16 @@ def t5_adafactor(truth: Truth) -> None:
     """An encoder and decoder of transformers with Adafactor."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(vocab_size=32128, d_model=512, d_kv=64, d_ff=2048, num_layers=4, num_heads=8,
-                      decoder_start_token_id=0, use_cache=False)
+    config = T5Config(
+        vocab_size=32128,
+        d_model=512,
+        d_kv=64,
+        d_ff=2048,
+        num_layers=4,
+        num_heads=8,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
     model = T5ForConditionalGeneration(config).to("cuda")
     truth.model(model)
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
@@ -665,7 +697,9 @@ def hf_trainer(truth: Truth) -> None:
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             truth.model(model)
 
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        def on_optimizer_step(
+            self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+        ) -> None:
             truth.optimizer(optimizer)
 
     class OurTrainer(Trainer):
@@ -678,17 +712,41 @@ def hf_trainer(truth: Truth) -> None:
             truth.label("activations", [loss, *tensors(outputs)])
             return (loss, outputs) if return_outputs else loss
 
-    config = Qwen2Config(vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=4,
-                         num_attention_heads=12, num_key_value_heads=4, max_position_embeddings=1024, use_cache=False)
+    config = Qwen2Config(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        use_cache=False,
+    )
     model = Qwen2ForCausalLM(config)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=folder, per_device_train_batch_size=8, per_device_eval_batch_size=8, max_steps=3,
-            gradient_accumulation_steps=2, learning_rate=3e-4, warmup_steps=1, bf16=True, logging_steps=1,
-            save_strategy="no", report_to="none", disable_tqdm=True, dataloader_num_workers=0, seed=1,
+            output_dir=folder,
+            per_device_train_batch_size=8,
+            per_device_eval_batch_size=8,
+            max_steps=3,
+            gradient_accumulation_steps=2,
+            learning_rate=3e-4,
+            warmup_steps=1,
+            bf16=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_num_workers=0,
+            seed=1,
         )
-        trainer = OurTrainer(model=model, args=arguments, train_dataset=RandomTokens(64), eval_dataset=RandomTokens(16),
-                             callbacks=[Writing()])
+        trainer = OurTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=RandomTokens(64),
+            eval_dataset=RandomTokens(16),
+            callbacks=[Writing()],
+        )
         trainer.train()
         trainer.args.prediction_loss_only = True
         trainer.evaluate()
@@ -704,10 +762,23 @@ def accelerate_clip(truth: Truth) -> None:
     from accelerate import Accelerator
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-    text = CLIPTextConfig(vocab_size=20000, hidden_size=512, intermediate_size=2048, num_hidden_layers=4,
-                          num_attention_heads=8, eos_token_id=1, bos_token_id=0)
-    vision = CLIPVisionConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=6, num_attention_heads=12,
-                              image_size=224, patch_size=32)
+    text = CLIPTextConfig(
+        vocab_size=20000,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        eos_token_id=1,
+        bos_token_id=0,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        image_size=224,
+        patch_size=32,
+    )
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
     model = CLIPModel(CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=512))
     tokens = torch.randint(2, 20000, (6 * 96, 77))
@@ -722,9 +793,20 @@ def accelerate_clip(truth: Truth) -> None:
         with accelerator.accumulate(model):
             with truth.saving():
                 outputs = model(input_ids=input_ids, pixel_values=pixel_values, return_loss=True)
-            truth.label("activations", tensors([outputs.loss, outputs.logits_per_image, outputs.logits_per_text,
-                                                outputs.text_embeds, outputs.image_embeds,
-                                                outputs.text_model_output, outputs.vision_model_output]))
+            truth.label(
+                "activations",
+                tensors(
+                    [
+                        outputs.loss,
+                        outputs.logits_per_image,
+                        outputs.logits_per_text,
+                        outputs.text_embeds,
+                        outputs.image_embeds,
+                        outputs.text_model_output,
+                        outputs.vision_model_output,
+                    ]
+                ),
+            )
             accelerator.backward(outputs.loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -793,9 +875,18 @@ def lightning(truth: Truth) -> None:
     data = TensorDataset(images, masks)
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
-            accelerator="gpu", devices=1, max_epochs=1, precision="16-mixed", logger=False, default_root_dir=folder,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=0.5,
-            num_sanity_val_steps=0, callbacks=[Writing()],
+            accelerator="gpu",
+            devices=1,
+            max_epochs=1,
+            precision="16-mixed",
+            logger=False,
+            default_root_dir=folder,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=0.5,
+            num_sanity_val_steps=0,
+            callbacks=[Writing()],
         )
         trainer.fit(Segmenter(), DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=16))
 
@@ -827,8 +918,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, vocab: int = 32768, width: int = 768, layers: int = 6, heads: int = 12, block_size: int = 1024,
-                 dropout: float = 0.0, tied: bool = False, reentrant: bool = False) -> None:
+    def __init__(
+        self,
+        vocab: int = 32768,
+        width: int = 768,
+        layers: int = 6,
+        heads: int = 12,
+        block_size: int = 1024,
+        dropout: float = 0.0,
+        tied: bool = False,
+        reentrant: bool = False,
+    ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocab, width), nn.Embedding(block_size, width)
         self.h = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
@@ -884,11 +984,13 @@ def accumulated_zeroed(truth: Truth) -> None:
     layer = nn.TransformerEncoderLayer(
         width, 16, dim_feedforward=4096, dropout=0.1, activation="gelu", batch_first=True, norm_first=True
     )
-    model = nn.ModuleDict({
-        "embed": nn.Embedding(vocab, width),
-        "encoder": nn.TransformerEncoder(layer, num_layers=6, enable_nested_tensor=False),
-        "head": nn.Linear(width, vocab),
-    }).cuda()
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(vocab, width),
+            "encoder": nn.TransformerEncoder(layer, num_layers=6, enable_nested_tensor=False),
+            "head": nn.Linear(width, vocab),
+        }
+    ).cuda()
     truth.model(model)
     mask = nn.Transformer.generate_square_subsequent_mask(384).cuda()
     truth.label("inputs", [mask])
@@ -1061,8 +1163,16 @@ def fsdp2(truth: Truth) -> None:
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("nccl")
     mesh = init_device_mesh("cuda", (1,))
-    config = MistralConfig(vocab_size=32000, hidden_size=1024, intermediate_size=3584, num_hidden_layers=6,
-                           num_attention_heads=16, num_key_value_heads=4, max_position_embeddings=2048, use_cache=False)
+    config = MistralConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        use_cache=False,
+    )
     model = MistralForCausalLM(config).cuda()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
@@ -1255,12 +1365,18 @@ class ServedBlock(nn.Module):
 def server_static_cache(truth: Truth) -> None:
     """A server: batches of requests in inference mode, with keys and values in memory that was allocated once."""
     device, dtype, dim, heads, layers, vocab, most, longest = "cuda", torch.bfloat16, 1536, 12, 8, 32000, 24, 2048
-    model = nn.ModuleDict({
-        "embed": nn.Embedding(vocab, dim),
-        "blocks": nn.ModuleList(ServedBlock(dim, heads) for _ in range(layers)),
-        "norm": nn.RMSNorm(dim),
-        "head": nn.Linear(dim, vocab, bias=False),
-    }).to(device=device, dtype=dtype).eval()
+    model = (
+        nn.ModuleDict(
+            {
+                "embed": nn.Embedding(vocab, dim),
+                "blocks": nn.ModuleList(ServedBlock(dim, heads) for _ in range(layers)),
+                "norm": nn.RMSNorm(dim),
+                "head": nn.Linear(dim, vocab, bias=False),
+            }
+        )
+        .to(device=device, dtype=dtype)
+        .eval()
+    )
     truth.model(model)
     shape = (most, heads, longest, dim // heads)
     caches = [tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)) for _ in range(layers)]
@@ -1511,8 +1627,16 @@ def cuda_graph(truth: Truth) -> None:
     """The whole step is captured in a CUDA graph after a warm-up on another stream, as the documentation does."""
     N, D_in, H, D_out = 6144, 2048, 4096, 1024
     model = nn.Sequential(
-        nn.Linear(D_in, H), nn.ReLU(), nn.Dropout(p=0.2), nn.Linear(H, H), nn.ReLU(), nn.LayerNorm(H),
-        nn.Linear(H, H), nn.GELU(), nn.Dropout(p=0.1), nn.Linear(H, D_out),
+        nn.Linear(D_in, H),
+        nn.ReLU(),
+        nn.Dropout(p=0.2),
+        nn.Linear(H, H),
+        nn.ReLU(),
+        nn.LayerNorm(H),
+        nn.Linear(H, H),
+        nn.GELU(),
+        nn.Dropout(p=0.1),
+        nn.Linear(H, D_out),
     ).cuda()
     truth.model(model)
     loss_fn = nn.MSELoss()
@@ -1585,8 +1709,15 @@ def oom_backward(truth: Truth) -> None:
 
     limit(4.0)
     device = torch.device("cuda")
-    config = RobertaConfig(vocab_size=50265, hidden_size=1280, num_hidden_layers=24, num_attention_heads=20,
-                           intermediate_size=5120, max_position_embeddings=514, num_labels=3)
+    config = RobertaConfig(
+        vocab_size=50265,
+        hidden_size=1280,
+        num_hidden_layers=24,
+        num_attention_heads=20,
+        intermediate_size=5120,
+        max_position_embeddings=514,
+        num_labels=3,
+    )
     model = RobertaForSequenceClassification(config).to(device)
     truth.model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

@@ -146,8 +146,13 @@ def llama(layers: int = 8, width: int = 1024, **options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=width, intermediate_size=width * 3, num_hidden_layers=layers, num_attention_heads=16,
-        num_key_value_heads=8, vocab_size=32000, **options,
+        hidden_size=width,
+        intermediate_size=width * 3,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        **options,
     )
     return LlamaForCausalLM(config)
 
@@ -187,7 +192,9 @@ def generate(truth: Truth) -> None:
         for _ in range(16):
             out = model(tokens, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            truth.label("activations", [out.logits, *(it for layer in cache.layers for it in (layer.keys, layer.values))])
+            truth.label(
+                "activations", [out.logits, *(it for layer in cache.layers for it in (layer.keys, layer.values))]
+            )
             tokens = out.logits[:, -1:].argmax(dim=-1)
 
 
@@ -211,8 +218,11 @@ class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
-            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -267,7 +277,9 @@ def oom_limit(truth: Truth) -> None:
 def leak(truth: Truth) -> None:
     """Predictions are kept for a metric, with the graph that made them."""
     torch.cuda.set_per_process_memory_fraction(0.02)
-    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 1024)).cuda()
+    model = nn.Sequential(
+        nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 1024)
+    ).cuda()
     truth.model(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     predictions = []
@@ -399,7 +411,10 @@ def frozen(truth: Truth) -> None:
         def __init__(self, base: nn.Linear) -> None:
             super().__init__()
             self.base = base.requires_grad_(False)
-            self.down, self.up = nn.Linear(base.in_features, 16, bias=False), nn.Linear(16, base.out_features, bias=False)
+            self.down, self.up = (
+                nn.Linear(base.in_features, 16, bias=False),
+                nn.Linear(16, base.out_features, bias=False),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.base(x) + self.up(self.down(x))
@@ -430,7 +445,13 @@ def frozen(truth: Truth) -> None:
 
 @program("recurrent")
 def recurrent(truth: Truth) -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(20000, 512), "lstm": nn.LSTM(512, 1024, 2, batch_first=True), "head": nn.Linear(1024, 20000)}).cuda()
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(20000, 512),
+            "lstm": nn.LSTM(512, 1024, 2, batch_first=True),
+            "head": nn.Linear(1024, 20000),
+        }
+    ).cuda()
     truth.model(model)
     optimizer = torch.optim.Adagrad(model.parameters())
     for _ in range(4):
@@ -448,7 +469,12 @@ def recurrent(truth: Truth) -> None:
 
 @program("compiled")
 def compiled(truth: Truth) -> None:
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 2048), nn.LayerNorm(2048)) for _ in range(6)]).cuda()
+    model = nn.Sequential(
+        *[
+            nn.Sequential(nn.Linear(2048, 4096), nn.GELU(), nn.Linear(4096, 2048), nn.LayerNorm(2048))
+            for _ in range(6)
+        ]
+    ).cuda()
     truth.model(model)
     optimizer = torch.optim.AdamW(model.parameters())
     fast = torch.compile(model)
@@ -470,7 +496,10 @@ def made_on_device(truth: Truth) -> None:
     """The model is made on the device; the weights are then loaded from a state dict; validation follows."""
     with torch.device("cuda"):
         model = ConvNet(width=96)
-    weights = {name: torch.randn(it.shape) if it.is_floating_point() else torch.zeros(it.shape, dtype=it.dtype) for name, it in model.state_dict().items()}
+    weights = {
+        name: torch.randn(it.shape) if it.is_floating_point() else torch.zeros(it.shape, dtype=it.dtype)
+        for name, it in model.state_dict().items()
+    }
     model.load_state_dict(weights)
     truth.model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
@@ -584,8 +613,15 @@ def run(name: str, folder: str) -> None:
     with open(f"{folder}/{name}.truth.json", "w") as file:
         json.dump(found, file, separators=(",", ":"))
     events = len(snapshot["device_traces"][0])
-    print(name, events, "events", {key: found[key] for key in found if key != "blocks"},
-          os.path.getsize(f"{folder}/{name}.pickle.xz"), "bytes", flush=True)
+    print(
+        name,
+        events,
+        "events",
+        {key: found[key] for key in found if key != "blocks"},
+        os.path.getsize(f"{folder}/{name}.pickle.xz"),
+        "bytes",
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -46,10 +46,10 @@ pub struct Args {
     files: Vec<PathBuf>,
     #[command(flatten)]
     capacity: CapacityArgs,
-    /// The moment: `allocated` (most allocated), `reserved` (most reserved), `oom`, the number of an event, or a time after
-    /// the first event such as 1.5s or 300ms [default: oom, or else allocated]
-    #[arg(long, value_name = "MOMENT", value_parser = moment::parse, default_value = "usual", hide_default_value = true)]
-    at: MomentChoice,
+    /// The moment: `allocated` (most allocated), `reserved` (most reserved), `oom`, the number of an event, or a time
+    /// after the first event such as 1.5s or 300ms [default: oom, or else allocated]
+    #[arg(long, value_name = "MOMENT", value_parser = moment::parse)]
+    at: Option<MomentChoice>,
     /// A package or a part of a path whose code is not your own, beside torch and its companions; may be repeated
     #[arg(long, value_name = "NAME")]
     framework: Vec<String>,
@@ -136,7 +136,7 @@ fn explain_file(
     inputs::begin(bar, "replaying");
     let options = ExplainOptions {
         capacity: args.capacity.bytes(),
-        at: args.at,
+        at: args.at.unwrap_or_default(),
         frameworks: frameworks.clone(),
         not_of_pytorch: opened.recording.format == RecordingFormat::RmmLog,
         lists_blocks: args.blocks,

@@ -51,7 +51,7 @@ pub fn answer(mut options: Options, source: &Source<'_>, work: &Work) -> Result<
     let (snapshot, path) = (&opened.recording.snapshot, source.path());
     let devices: Vec<Value> = match replay_devices(snapshot, &options) {
         Ok(mut reports) => {
-            // The time of an RMM log says nothing about PyTorch's allocator, whose driver calls the program did not make.
+            // The time of an RMM log says nothing about PyTorch's allocator: the program made other driver calls.
             if opened.recording.format == RecordingFormat::RmmLog {
                 reports.iter_mut().for_each(|report| report.steady = None);
             }

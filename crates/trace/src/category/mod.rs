@@ -84,8 +84,8 @@ impl Categories {
         &self.of_allocation
     }
 
-    /// Of a block that was allocated before the history, or recorded without its stack: at most the stack that it had at
-    /// the end is known.
+    /// Of a block that was allocated before the history, or recorded without its stack: at most the stack that it had
+    /// at the end is known.
     pub fn by_stack(&mut self, stack: Option<StackId>, stacks: &[std::sync::Arc<[Frame]>]) -> (Category, Rule) {
         match stack.map(|stack| self.kinds.of(stack, stacks).doing) {
             Some(Doing::ModuleSetup) => (Category::Parameters, Rule::ModuleSetup),

@@ -310,8 +310,8 @@ fn smaller_program(explanation: &Explanation, missing: u64) -> Vec<Advice> {
                 AdviceKind::Batch,
                 format!("Make the batch smaller: at most {percent} % of it, or shorter sequences"),
                 format!(
-                    "activations, temporaries and inputs are {} and grow with the batch; {} are missing for the request \
-                     that failed, and what comes after it may need more",
+                    "activations, temporaries and inputs are {} and grow with the batch; {} are missing for the \
+                     request that failed, and what comes after it may need more",
                     text(per_batch),
                     text(missing)
                 ),

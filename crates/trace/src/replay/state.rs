@@ -167,8 +167,8 @@ impl<'r> DeviceReplay<'r> {
         pass
     }
 
-    /// Passes over all events, and calls `on_event` after each. Where it returns `true`, a state near that event will be
-    /// asked for: the result has a pass from which that is not far.
+    /// Passes over all events, and calls `on_event` after each. Where it returns `true`, a state near that event will
+    /// be asked for: the result has a pass from which that is not far.
     pub(crate) fn walk(&self, mut on_event: impl FnMut(&Totals) -> bool) -> Result<Checkpoints<'_, 'r>, ReplayError> {
         /// A copy takes as long as some events for each of its blocks.
         const EVENTS_MIN: usize = 1 << 16;

@@ -113,8 +113,7 @@ fn is_cuda_api(function: &str) -> bool {
     rest.is_some_and(|rest| rest.starts_with(|letter: char| letter.is_ascii_uppercase()))
 }
 
-/// The node whose function it is: `torch::autograd::generated::BmmBackward0::apply(...)`, or that of a function that the
-/// program defined in Python.
+/// The node whose function it is: `BmmBackward0` of `torch::autograd::generated::BmmBackward0::apply(...)`.
 fn autograd_node(name: &str) -> Option<&str> {
     let generated = name.strip_prefix("torch::autograd::generated::").or_else(|| {
         let node = name.strip_prefix("torch::autograd::")?;
