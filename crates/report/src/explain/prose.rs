@@ -21,13 +21,17 @@ pub fn sentences(explanation: &Explanation) -> Vec<String> {
     lines.push(held_by(moment));
     if let Some(growth) = &explanation.growth {
         let what: Vec<String> = growth.holders.iter().take(3).map(named).collect();
-        lines.push(format!(
-            "Over the last {} of {} iterations {} more stayed allocated: {}.",
-            growth.iterations_grown,
-            growth.iterations,
-            text(growth.bytes),
-            what.join("; ")
-        ));
+        let by = match explanation.verdict {
+            // The evidence has the figures.
+            Verdict::Growth => "What stayed allocated".to_owned(),
+            _ => format!(
+                "Over the last {} of {} iterations {} more stayed allocated",
+                growth.iterations_grown,
+                growth.iterations,
+                text(growth.bytes)
+            ),
+        };
+        lines.push(format!("{by}: {}.", what.join("; ")));
     }
     lines.retain(|line| !line.is_empty());
     lines

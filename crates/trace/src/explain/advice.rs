@@ -105,8 +105,9 @@ pub(super) fn advise(explanation: &Explanation, judgement: &Judgement, options: 
     let mut advice = Vec::new();
     let ran_out = explanation.ooms > 0;
     let does_not_fit = explanation.on_device.is_some_and(|on| !on.orders.all_fit());
-    if judgement.verdict == Verdict::Growth {
-        advice.extend(leak(explanation));
+    if judgement.verdict == Verdict::Growth && explanation.on_device.is_none() {
+        // Whatever gives the program more memory only delays it.
+        return leak(explanation).into_iter().collect();
     }
     if judgement.is_limit && ran_out && explanation.on_device.is_none() {
         advice.extend(limit(explanation, judgement));
@@ -117,15 +118,13 @@ pub(super) fn advise(explanation: &Explanation, judgement: &Judgement, options: 
     }
     if does_not_fit || (ran_out && explanation.on_device.is_none()) {
         let missing = missing(explanation, judgement);
-        if missing > 0 && !options.not_of_pytorch && judgement.verdict != Verdict::Growth {
+        if missing > 0 && !options.not_of_pytorch {
             advice.extend(smaller_program(explanation, missing));
         }
         advice.extend(others(judgement));
         advice.extend(device(explanation));
     }
-    if judgement.verdict != Verdict::Growth {
-        advice.extend(leak(explanation));
-    }
+    advice.extend(leak(explanation));
     advice
 }
 
@@ -220,7 +219,7 @@ fn changes_that_fit(explanation: &Explanation) -> Vec<Advice> {
             more >= MATERIAL_MIN && more >= reserved(best) / MATERIAL_SHARE
         })
     });
-    best.into_iter().chain(paged).map(|fit| of_fit(explanation, fit, None)).collect()
+    best.into_iter().chain(paged).map(|fit| of_fit(fit, None)).collect()
 }
 
 /// Where nothing ran out: what would reserve much less.
@@ -235,7 +234,7 @@ fn changes_that_save(explanation: &Explanation) -> Vec<Advice> {
         let more = saved(paged).saturating_sub(best.map_or(0, saved));
         more >= MATERIAL_MIN && more >= recorded / MATERIAL_SHARE
     });
-    best.into_iter().chain(paged).map(|fit| of_fit(explanation, fit, Some(saved(fit)))).collect()
+    best.into_iter().chain(paged).map(|fit| of_fit(fit, Some(saved(fit)))).collect()
 }
 
 /// The setting of PyTorch to recommend: expandable segments, unless another leaves materially more.
@@ -247,7 +246,7 @@ fn best_setting(explanation: &Explanation, works: impl Fn(&Fit) -> bool) -> Opti
     Some(expandable.filter(|it| reserved(it) <= reserved(best).saturating_add(MATERIAL_MIN)).unwrap_or(best))
 }
 
-fn of_fit(explanation: &Explanation, fit: &Fit, saved: Option<u64>) -> Advice {
+fn of_fit(fit: &Fit, saved: Option<u64>) -> Advice {
     let orders = match fit.orders.run {
         1 => "by replay".to_owned(),
         run => format!("in {} of {run} replays with other addresses", fit.orders.fit),
@@ -258,8 +257,7 @@ fn of_fit(explanation: &Explanation, fit: &Fit, saved: Option<u64>) -> Advice {
         None => {
             let margin = fit.orders.margin_bytes_least;
             let margin = margin.map_or_else(String::new, |bytes| format!(", with at least {} left", text(bytes)));
-            let delays = if explanation.verdict == Verdict::Growth { "; it only delays a leak" } else { "" };
-            format!("the recorded requests fit {orders}{margin}{delays}")
+            format!("the recorded requests fit {orders}{margin}")
         }
     };
     let (kind, title, apply) = match fit.change {
