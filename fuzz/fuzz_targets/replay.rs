@@ -115,6 +115,7 @@ fuzz_target!(|data: &[u8]| {
     let (memory_limit, address_orders) = (Some(MEMORY_LIMIT), Some(1));
     let options = ExplainOptions { memory_limit, address_orders, ..ExplainOptions::default() };
     let explained = explain(&snapshot, &options);
-    let drawn = timelines(&snapshot, &TimelineOptions { explain: options, ..TimelineOptions::default() });
+    let explain = ExplainOptions { skips_fits: true, ..options };
+    let drawn = timelines(&snapshot, &TimelineOptions { explain, ..TimelineOptions::default() });
     assert!(drawn.is_ok() || explained.is_err(), "what can be explained can be drawn");
 });
