@@ -388,7 +388,7 @@ class Readme(unittest.TestCase):
         exec("\n".join(line for line in example.splitlines() if line.startswith(("import", "found = "))), names)
         shown = re.findall(r"^(found\.\S+) +# ('.*')$", example, re.MULTILINE)
         self.assertEqual([repr(eval(value, names)) for value, _ in shown], [expected for _, expected in shown])
-        self.assertEqual(len(shown), 3)
+        self.assertGreaterEqual(len(shown), 3)
 
 
 class Pandas(unittest.TestCase):
