@@ -163,7 +163,7 @@ fn calls_through_the_c_interface() {
     assert_eq!(progress[0], 2, "{progress:?}");
     // SAFETY: the call is not freed.
     let json = unsafe { warpool_call_json(call, &raw mut size) };
-    // SAFETY: so many bytes, until the call is freed.
+    // SAFETY: `length` bytes, until the call is freed.
     let json: Value = serde_json::from_slice(unsafe { std::slice::from_raw_parts(json, size) }).expect("JSON");
     assert_eq!(json["devices"][0]["object"]["verdict"], "limit");
     // SAFETY: the call is not freed.

@@ -143,7 +143,7 @@ fn categories_at_moment(timeline: &Timeline) -> Vec<Value> {
     shares.map(|share| json!({ "name": share.category.words(), "bytes": share.bytes })).collect()
 }
 
-/// The state of an out-of-memory event is the one before it; that of a peak the one behind it.
+/// The state of an out-of-memory event is the one before it; that of a peak the one after it.
 fn moment_position(timeline: &Timeline) -> u64 {
     timeline.explanation.moment().event.map_or(0, |event| event + 1)
 }

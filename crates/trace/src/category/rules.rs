@@ -110,7 +110,7 @@ impl Rule {
 /// the same pass came after it. A layer of a transformer makes about thirty.
 const LATER_MIN: u32 = 48;
 
-/// Memory that is kept through so many calls of modules is no batch.
+/// Memory that is kept through this number of module calls is no batch.
 const PASSES_MIN: usize = 3;
 
 /// Other threads allocate in the midst of a backward pass: it is over when this many allocations in a row are not its.
@@ -335,7 +335,7 @@ enum Guess {
     OptimizerState,
     Gradient,
     Temporary,
-    /// It was there when so many later allocations of the pass were made.
+    /// It was still there after `later` further allocations of the pass.
     Retained {
         later: u32,
     },

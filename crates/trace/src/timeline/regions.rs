@@ -20,7 +20,7 @@ pub struct Region {
     pub name: String,
     /// The position before its first event.
     pub from: u64,
-    /// The position behind its last event.
+    /// The position after its last event.
     pub until: u64,
     /// Microseconds from the first event to its start; 0 if it began before.
     pub from_us: u64,
@@ -37,7 +37,7 @@ pub struct Region {
 /// The texts that the program had set, from a position on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ContextChange {
-    /// The position behind the first event that has them.
+    /// The position after the first event that has them.
     pub position: u64,
     /// The metadata that the program had set.
     pub user_metadata: Option<TextId>,
@@ -72,7 +72,7 @@ pub(super) fn regions(annotations: &[Annotation], device: u32, events: &[TraceEn
     }
     let times = Times::new(events);
     let until = first.time_us.saturating_add_unsigned(times.last());
-    // What ended before the history, or began behind it, is in none of the drawing.
+    // A region that ended before the history, or began after it, is not drawn.
     found.retain(|pair| pair.until_us.is_none_or(|end| end >= first.time_us) && pair.start() <= until);
     let mut left_out = found.len().saturating_sub(REGIONS_MAX);
     if left_out > 0 {
