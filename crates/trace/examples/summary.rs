@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("annotations {}", snapshot.annotations.len());
     println!(
         "frames {}",
-        entries().filter_map(|e| e.stack).map(|id| snapshot.stacks[id.0 as usize].len()).sum::<usize>()
+        entries().filter_map(|e| e.stack).map(|id| snapshot.stacks[id.index()].len()).sum::<usize>()
     );
 
     let megabytes = recording.bytes_decompressed as f64 / 1e6;

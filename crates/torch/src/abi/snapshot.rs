@@ -249,7 +249,7 @@ impl EntryTexts {
 
     pub(super) fn of_trace(snapshot: &Snapshot, entry: &TraceEntry) -> Self {
         let text = |id: Option<TextId>| id.map_or("", |id| snapshot.texts.get(id));
-        let stack = entry.stack.and_then(|id| snapshot.stacks.get(id.0 as usize)).map(Arc::clone);
+        let stack = entry.stack.and_then(|id| snapshot.stacks.get(id.index())).map(Arc::clone);
         let plain = ActionEntry {
             action: entry.action as c_int,
             address: entry.addr as usize,
@@ -292,7 +292,7 @@ pub(super) fn entry_of(device: DeviceId, entry: &HistoryEntry) -> EntryTexts {
 }
 
 fn context(snapshot: &Snapshot, stack: Option<StackId>) -> *mut c_void {
-    let stack = stack.and_then(|id| snapshot.stacks.get(id.0 as usize));
+    let stack = stack.and_then(|id| snapshot.stacks.get(id.index()));
     stack.map_or(std::ptr::null_mut(), context_of)
 }
 

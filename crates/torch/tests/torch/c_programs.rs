@@ -41,7 +41,7 @@ fn memory_statistics_settings_and_snapshots() {
     let large: Vec<_> = read.traces[0].iter().filter(|entry| entry.size == 3 << 20).collect();
     assert_eq!(large.len(), 3);
     for entry in &large {
-        let frames = &read.stacks[entry.stack.expect("a stack").0 as usize];
+        let frames = &read.stacks[entry.stack.expect("a stack").index()];
         let shown: Vec<_> = frames.iter().map(|it| (it.name.as_str(), it.filename.as_str(), it.line)).collect();
         assert_eq!(shown, [("inner", "model.py", 12), ("outer", "train.py", 34)]);
         assert_eq!(entry.pool, Some(MemPoolId::DEFAULT));

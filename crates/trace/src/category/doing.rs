@@ -84,7 +84,7 @@ pub(super) struct StackKinds(FxHashMap<StackId, StackKind>);
 
 impl StackKinds {
     pub fn of(&mut self, stack: StackId, stacks: &[Arc<[Frame]>]) -> StackKind {
-        let kind = || stacks.get(stack.0 as usize).map_or(StackKind::NONE, |frames| StackKind::of(frames));
+        let kind = || stacks.get(stack.index()).map_or(StackKind::NONE, |frames| StackKind::of(frames));
         *self.0.entry(stack).or_insert_with(kind)
     }
 }

@@ -80,7 +80,7 @@ impl<'a> CallSites<'a> {
         let casts = |frame: &Frame| {
             frame.name.starts_with("at::autocast::") || frame.filename.ends_with("torch/amp/autocast_mode.py")
         };
-        self.stacks.get(stack.0 as usize).is_some_and(|frames| frames.iter().any(casts))
+        self.stacks.get(stack.index()).is_some_and(|frames| frames.iter().any(casts))
     }
 
     /// The line of the forward pass for a block of the backward pass: as recorded, or the only line that calls the
@@ -110,7 +110,7 @@ impl<'a> CallSites<'a> {
         let allocations = self.events.iter().filter(|event| event.action == Action::Alloc);
         let stacks: std::collections::BTreeSet<StackId> = allocations.filter_map(|event| event.stack).collect();
         for stack in stacks {
-            let Some(frames) = self.stacks.get(stack.0 as usize) else { continue };
+            let Some(frames) = self.stacks.get(stack.index()) else { continue };
             // Composite operators call others: each of them has a node of its own.
             let Some(line) = self.of(Some(stack)).and_then(|site| site.line.clone()) else { continue };
             for name in operators(frames) {
@@ -126,7 +126,7 @@ impl<'a> CallSites<'a> {
     pub fn of(&mut self, stack: Option<StackId>) -> Option<Arc<CallSite>> {
         let stack = stack?;
         let Self { stacks, frameworks, known, .. } = self;
-        let site = || CallSite::of(stacks.get(stack.0 as usize)?, frameworks).map(Arc::new);
+        let site = || CallSite::of(stacks.get(stack.index())?, frameworks).map(Arc::new);
         known.entry(stack).or_insert_with(site).clone()
     }
 }

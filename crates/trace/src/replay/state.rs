@@ -160,8 +160,8 @@ impl<'r> DeviceReplay<'r> {
             Some(initial) => initial.heap.clone(),
             None => RecordedHeap::new(rules, self.budget()),
         };
-        let (live, toggles) = (FxHashMap::default(), self.toggles());
-        let mut pass = StatePass { replay: self, heap, toggles, live, stray: 0, bytes: Bytes::default() };
+        let (strays, toggles) = (FxHashMap::default(), self.toggles());
+        let mut pass = StatePass { replay: self, heap, toggles, strays, bytes: Bytes::default() };
         pass.heap.track_releasable();
         pass.count_start();
         pass
@@ -187,7 +187,7 @@ impl<'r> DeviceReplay<'r> {
                 keep(&mut kept, last.as_ref());
             }
             if at % 1024 == 0 {
-                charge.raise_to(64 * pass.live.len() as u64);
+                charge.raise_to(128 * pass.strays.len() as u64);
                 self.budget().check()?;
             }
         }
@@ -216,7 +216,7 @@ impl<'r> DeviceReplay<'r> {
             }
             pass.apply(at, event);
             if at % 1024 == 0 {
-                charge.raise_to(64 * pass.live.len() as u64);
+                charge.raise_to(128 * pass.strays.len() as u64);
                 self.budget().check()?;
             }
         }
@@ -316,10 +316,8 @@ struct StatePass<'a, 'r> {
     heap: RecordedHeap,
     /// The events from which on `expandable_segments` was another, of those that are left.
     toggles: &'a [u32],
-    /// Allocated or pending blocks by address.
-    live: FxHashMap<u64, Live>,
-    /// Bytes of blocks that are in no known segment: logs without segments.
-    stray: u64,
+    /// Allocated or pending blocks that are in no known segment, by address: logs without segments.
+    strays: FxHashMap<u64, StateBlock>,
     bytes: Bytes,
 }
 
@@ -329,13 +327,8 @@ struct Bytes {
     allocated: u64,
     requested: u64,
     waiting: u64,
-}
-
-#[derive(Clone, Copy)]
-struct Live {
-    event: u32,
-    /// If it is in no known segment, what it is.
-    stray: Option<StateBlock>,
+    /// Of blocks that are in no known segment.
+    stray: u64,
 }
 
 impl StatePass<'_, '_> {
@@ -345,7 +338,7 @@ impl StatePass<'_, '_> {
             match block.state {
                 BlockState::ActiveAllocated => {
                     sums.allocated = sums.allocated.saturating_add(block.bytes);
-                    sums.requested = sums.requested.saturating_add(block.requested.min(block.bytes));
+                    sums.requested = sums.requested.saturating_add(block.bytes_requested());
                 }
                 BlockState::ActivePendingFree => sums.waiting = sums.waiting.saturating_add(block.bytes),
                 BlockState::Inactive => {}
@@ -356,7 +349,7 @@ impl StatePass<'_, '_> {
     fn totals(&self, event: usize, change: StateChange) -> Totals {
         Totals {
             event,
-            bytes_reserved: self.heap.bytes_reserved().saturating_add(self.stray),
+            bytes_reserved: self.heap.bytes_reserved().saturating_add(self.bytes.stray),
             bytes_allocated: self.bytes.allocated,
             bytes_requested: self.bytes.requested,
             bytes_waiting: self.bytes.waiting,
@@ -384,13 +377,10 @@ impl StatePass<'_, '_> {
                     self.heap.rules_mut().toggle_expandable_segments();
                     self.toggles = rest;
                 }
-                let found = self.heap.alloc(addr, size).or_else(|| self.heap.alloc_exactly(addr, size));
-                let stray = found.is_none().then(|| self.stray_block(event, number));
-                if let Some(before) = self.live.insert(addr, Live { event: number, stray }) {
-                    self.forget(before);
-                }
-                self.stray = self.stray.saturating_add(stray.map_or(0, |block| block.bytes));
-                let bytes = self.block_bytes(addr, stray);
+                self.forget_stray(addr);
+                let found = self.heap.alloc(addr, size, number);
+                let found = found.or_else(|| self.heap.alloc_exactly(addr, size, number));
+                let bytes = found.map_or_else(|| self.add_stray(event, number), |block| block.bytes);
                 let requested = size.min(bytes);
                 self.bytes.allocated = self.bytes.allocated.saturating_add(bytes);
                 self.bytes.requested = self.bytes.requested.saturating_add(requested);
@@ -403,12 +393,12 @@ impl StatePass<'_, '_> {
     }
 
     fn free_requested(&mut self, addr: u64) -> StateChange {
-        let stray = self.live.get_mut(&addr).and_then(|live| live.stray.as_mut());
-        let (bytes, requested) = if let Some(block) = stray.filter(|it| it.state == BlockState::ActiveAllocated) {
+        let stray = self.strays.get_mut(&addr).filter(|block| block.state == BlockState::ActiveAllocated);
+        let (bytes, requested) = if let Some(block) = stray {
             block.state = BlockState::ActivePendingFree;
             (block.bytes, block.requested)
-        } else if self.heap.free_requested(addr).is_some() {
-            self.heap.blocks().get(&addr).map_or((0, 0), |block| (block.bytes, block.requested.min(block.bytes)))
+        } else if let Some(block) = self.heap.free_requested(addr) {
+            (block.bytes, block.bytes_requested())
         } else {
             return StateChange::Nothing;
         };
@@ -418,18 +408,12 @@ impl StatePass<'_, '_> {
     }
 
     fn free_completed(&mut self, addr: u64) -> StateChange {
-        let mut change = StateChange::Nothing;
-        if let Some(live) = self.live.remove(&addr) {
-            self.forget(live);
-            change = StateChange::Freed { addr };
+        let was_stray = self.forget_stray(addr);
+        let block = self.heap.free_completed(addr);
+        if let Some(block) = block {
+            self.count_freed(block.state, block.bytes, block.bytes_requested());
         }
-        let block = self.heap.blocks().get(&addr).copied();
-        if self.heap.free_completed(addr).is_some() {
-            let block = block.expect("it was freed");
-            self.count_freed(block.state, block.bytes, block.requested.min(block.bytes));
-            change = StateChange::Freed { addr };
-        }
-        change
+        if was_stray || block.is_some() { StateChange::Freed { addr } } else { StateChange::Nothing }
     }
 
     /// A block is free: some logs have no event for the request.
@@ -447,23 +431,21 @@ impl StatePass<'_, '_> {
         StateChange::Reserved { addr, bytes, stream, kind, pool, segment }
     }
 
-    /// A block is gone, which counts here if it is in no known segment.
-    fn forget(&mut self, live: Live) {
-        if let Some(block) = live.stray {
-            self.stray = self.stray.saturating_sub(block.bytes);
-            self.count_freed(block.state, block.bytes, block.requested);
+    /// A block in no known segment is gone. Returns whether there was one.
+    fn forget_stray(&mut self, addr: u64) -> bool {
+        // Few recordings have any.
+        if self.strays.is_empty() {
+            return false;
         }
+        let Some(block) = self.strays.remove(&addr) else { return false };
+        self.bytes.stray = self.bytes.stray.saturating_sub(block.bytes);
+        self.count_freed(block.state, block.bytes, block.requested);
+        true
     }
 
-    fn block_bytes(&self, addr: u64, stray: Option<StateBlock>) -> u64 {
-        match stray {
-            Some(block) => block.bytes,
-            None => self.heap.blocks().get(&addr).map_or(0, |block| block.bytes),
-        }
-    }
-
-    fn stray_block(&self, event: &TraceEntry, number: u32) -> StateBlock {
-        StateBlock {
+    /// Adds a block in no known segment. Returns its size.
+    fn add_stray(&mut self, event: &TraceEntry, number: u32) -> u64 {
+        let block = StateBlock {
             addr: event.addr,
             bytes: event.size,
             requested: event.size,
@@ -474,7 +456,10 @@ impl StatePass<'_, '_> {
             segment: None,
             event: Some(number),
             stack: event.stack,
-        }
+        };
+        self.strays.insert(event.addr, block);
+        self.bytes.stray = self.bytes.stray.saturating_add(block.bytes);
+        block.bytes
     }
 
     fn state(&self) -> HeapState {
@@ -483,27 +468,25 @@ impl StatePass<'_, '_> {
         let in_segments = self.heap.blocks().iter().map(|(addr, block)| {
             let segment = self.heap.segment(block.segment);
             let is_free = block.state == BlockState::Inactive;
-            let event = self.live.get(addr).filter(|_| !is_free).map(|live| live.event);
             StateBlock {
                 addr: *addr,
                 bytes: block.bytes,
-                requested: if is_free { 0 } else { block.requested.min(block.bytes) },
+                requested: if is_free { 0 } else { block.bytes_requested() },
                 state: block.state,
                 stream: segment.stream,
                 kind: segment.kind,
                 pool: pool_key(pools.of_segment(block.segment), segment.pool),
                 segment: Some(block.segment),
-                event,
-                stack: event.and_then(|event| events[event as usize].stack),
+                event: block.event,
+                stack: block.event.and_then(|event| events[event as usize].stack),
             }
         });
-        let stray = self.live.values().filter_map(|live| live.stray);
         let mut blocks: Vec<StateBlock> = in_segments.collect();
-        let mut stray: Vec<StateBlock> = stray.collect();
-        stray.sort_unstable_by_key(|block| block.event);
-        blocks.extend(stray);
+        let mut strays: Vec<StateBlock> = self.strays.values().copied().collect();
+        strays.sort_unstable_by_key(|block| block.event);
+        blocks.extend(strays);
         HeapState {
-            bytes_reserved: self.heap.bytes_reserved().saturating_add(self.stray),
+            bytes_reserved: self.heap.bytes_reserved().saturating_add(self.bytes.stray),
             bytes_releasable: self.heap.bytes_releasable(),
             blocks,
         }

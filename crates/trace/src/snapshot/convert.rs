@@ -54,7 +54,9 @@ pub(super) fn text(value: Value) -> Result<u32, Invalid> {
 #[inline]
 pub(super) fn optional_text(value: Value, absent: Keyword) -> Result<Option<TextId>, Invalid> {
     match value {
-        Value::Text(text) => Ok((text != absent as u32).then_some(TextId(text))),
+        Value::Text(text) if text == absent as u32 => Ok(None),
+        // The reader refuses a file before it has so many.
+        Value::Text(text) => Ok(TextId::new(text as usize)),
         Value::None => Ok(None),
         _ => Err(Invalid::unexpected("a text", value)),
     }

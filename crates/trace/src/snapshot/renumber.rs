@@ -22,8 +22,9 @@ pub(super) fn renumber(
     let mut texts = Texts::default();
     let mut text_numbers: Vec<Option<TextId>> = vec![None; table.len()];
     let mut renumber_text = |text: &mut Option<TextId>| {
-        if let Some(TextId(old)) = *text {
-            let new = text_numbers[old as usize].get_or_insert_with(|| {
+        if let Some(old) = text.map(TextId::index) {
+            let new = text_numbers[old].get_or_insert_with(|| {
+                let old = old as u32;
                 // If it is refused, the failure stays; one text more is no harm.
                 let _ = budget.take(TEXT_BYTES + table.get(old).len() as u64);
                 texts.intern(table.get(old))
@@ -34,10 +35,10 @@ pub(super) fn renumber(
     let mut order: Vec<StackId> = Vec::new();
     let mut stack_numbers: Vec<Option<StackId>> = vec![None; stacks.len()];
     let mut renumber_stack = |stack: &mut Option<StackId>| {
-        if let Some(StackId(old)) = *stack {
-            let new = stack_numbers[old as usize].get_or_insert_with(|| {
-                order.push(StackId(old));
-                StackId(order.len() as u32 - 1)
+        if let Some(old) = *stack {
+            let new = stack_numbers[old.index()].get_or_insert_with(|| {
+                order.push(old);
+                StackId::new(order.len() - 1).expect("no more than before")
             });
             *stack = Some(*new);
         }

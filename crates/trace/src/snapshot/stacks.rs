@@ -94,7 +94,7 @@ impl StackTable {
     pub(super) fn list_length(&self, list: u32) -> usize {
         match &self.lists[list as usize] {
             FrameList::Open(frames) => frames.len(),
-            FrameList::Closed(stack) => self.stacks[stack.0 as usize].len(),
+            FrameList::Closed(stack) => self.stacks[stack.index()].len(),
         }
     }
 
@@ -140,7 +140,7 @@ impl StackTable {
                 self.budget.take(STACK_BYTES + bytes_of::<u32>(frames.len()))?;
                 let frames: Arc<[u32]> = frames.as_slice().into();
                 self.stacks.push(Arc::clone(&frames));
-                let stack = StackId(number_of_last(self.stacks.len())?);
+                let stack = StackId::new(number_of_last(self.stacks.len())? as usize).ok_or_else(too_many)?;
                 self.stack_numbers.insert(frames, stack);
                 stack
             }
@@ -165,10 +165,14 @@ impl StackTable {
             self.budget.take(2 * size_of::<Frame>() as u64 + 2 * TEXT_BYTES + (name.len() + filename.len()) as u64)?;
             Ok(Frame { name: name.into(), filename: filename.into(), line: frame.line.unwrap_or(0) })
         };
-        order.iter().map(|stack| self.stacks[stack.0 as usize].iter().map(frame).collect()).collect()
+        order.iter().map(|stack| self.stacks[stack.index()].iter().map(frame).collect()).collect()
     }
 }
 
 fn number_of_last(length: usize) -> Result<u32, Invalid> {
-    u32::try_from(length - 1).map_err(|_| Invalid::new("too many call stacks for one recording"))
+    u32::try_from(length - 1).map_err(|_| too_many())
+}
+
+fn too_many() -> Invalid {
+    Invalid::new("too many call stacks for one recording")
 }

@@ -169,19 +169,19 @@ impl<'s, W: Write> Pickler<'s, W> {
 
     /// A list of frames; one list object per stack.
     fn stack(&mut self, stack: Option<StackId>) -> io::Result<()> {
-        let Some(StackId(number)) = stack else { return self.out.write_all(&[op::EMPTY_LIST]) };
-        if let Some(object) = self.stacks[number as usize] {
+        let Some(number) = stack.map(StackId::index) else { return self.out.write_all(&[op::EMPTY_LIST]) };
+        if let Some(object) = self.stacks[number] {
             return self.get_from_memo(object);
         }
         let snapshot = self.snapshot;
-        self.list(&snapshot.stacks[number as usize], |pickler, frame| {
+        self.list(&snapshot.stacks[number], |pickler, frame| {
             pickler.dict([
                 (Keyword::Name, Value::Text(&frame.name)),
                 (Keyword::Filename, Value::Text(&frame.filename)),
                 (Keyword::Line, Value::Int(frame.line.into())),
             ])
         })?;
-        self.stacks[number as usize] = Some(self.memoize()?);
+        self.stacks[number] = Some(self.memoize()?);
         Ok(())
     }
 

@@ -253,11 +253,11 @@ mod tests {
     fn texts_are_where_they_change() {
         let mut events = vec![TraceEntry::new(Action::Alloc, 0, 512, 0, 0); 6];
         for (event, text) in events.iter_mut().zip([None, Some(4), Some(4), None, Some(7), Some(7)]) {
-            event.user_metadata = text.map(TextId);
+            event.user_metadata = text.and_then(TextId::new);
         }
         let (changes, is_complete) = contexts(&events);
-        let found: Vec<(u64, Option<u32>)> =
-            changes.iter().map(|it| (it.position, it.user_metadata.map(|text| text.0))).collect();
+        let found: Vec<(u64, Option<usize>)> =
+            changes.iter().map(|it| (it.position, it.user_metadata.map(|text| text.index()))).collect();
         assert_eq!(found, [(2, Some(4)), (4, None), (5, Some(7))]);
         assert!(is_complete);
     }

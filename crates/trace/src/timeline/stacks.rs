@@ -42,7 +42,7 @@ impl StackTree {
         if let Some(&number) = self.numbers.get(&id) {
             return number;
         }
-        let number = stacks.get(id.0 as usize).and_then(|stack| self.add_new(stack, frameworks));
+        let number = stacks.get(id.index()).and_then(|stack| self.add_new(stack, frameworks));
         self.numbers.insert(id, number);
         number
     }
@@ -107,13 +107,14 @@ mod tests {
         let frame = |name: &str| Frame { name: name.to_owned(), filename: "train.py".to_owned(), line: 7 };
         let stack = |names: &[&str]| -> Arc<[Frame]> { names.iter().map(|name| frame(name)).collect() };
         let stacks = [stack(&["relu", "forward", "main"]), stack(&["drop", "forward", "main"]), stack(&[])];
+        let id = |index| StackId::new(index).unwrap();
         let mut tree = StackTree::default();
         let frameworks = Frameworks::default();
-        assert_eq!(tree.add(&stacks, StackId(0), &frameworks), Some(0));
-        assert_eq!(tree.add(&stacks, StackId(1), &frameworks), Some(1));
-        assert_eq!(tree.add(&stacks, StackId(1), &frameworks), Some(1), "it is there already");
-        assert_eq!(tree.add(&stacks, StackId(2), &frameworks), None, "without frames");
-        assert_eq!(tree.add(&stacks, StackId(9), &frameworks), None, "there is none");
+        assert_eq!(tree.add(&stacks, id(0), &frameworks), Some(0));
+        assert_eq!(tree.add(&stacks, id(1), &frameworks), Some(1));
+        assert_eq!(tree.add(&stacks, id(1), &frameworks), Some(1), "it is there already");
+        assert_eq!(tree.add(&stacks, id(2), &frameworks), None, "without frames");
+        assert_eq!(tree.add(&stacks, id(9), &frameworks), None, "there is none");
         assert_eq!((tree.nodes.len(), tree.frames.len(), tree.stacks.len()), (4, 4, 2));
         let parents: Vec<Option<u32>> = tree.nodes.iter().map(|node| node.parent).collect();
         assert_eq!(parents, [None, Some(0), Some(1), Some(1)]);

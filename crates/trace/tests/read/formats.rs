@@ -19,7 +19,7 @@ fn expected() -> Snapshot {
     let user = |user| MemPoolId { graph: 0, user };
     let frame = |name: &str, filename: &str, line| Frame { name: name.into(), filename: filename.into(), line };
     let block = |address, size, requested_size, state, stack| BlockInfo { address, size, requested_size, state, stack };
-    let (train, load) = (Some(StackId(0)), Some(StackId(1)));
+    let (train, load) = (StackId::new(0), StackId::new(1));
     let time = 1_794_702_992_267_000;
     let mut texts = Texts::default();
     let region = Some(texts.intern("Torch-Compiled Region: 0/0"));
@@ -204,7 +204,7 @@ fn fields_that_older_versions_leave_out_get_defaults() {
         ]
     );
     assert_eq!(segment.requested_size, 1512);
-    assert_eq!(segment.blocks[0].stack, Some(StackId(0)));
+    assert_eq!(segment.blocks[0].stack, StackId::new(0));
     assert_eq!(recording.snapshot.stacks[0][1].line, 70_000);
     let fields = recording.fields;
     assert!(!fields.traces && !fields.segment_pools && !fields.requested_sizes && !fields.block_addresses);
@@ -213,7 +213,7 @@ fn fields_that_older_versions_leave_out_get_defaults() {
 #[test]
 fn history_of_pytorch_2_0_has_no_times() {
     let recording = recording("torch_2_0.pickle");
-    let stack = Some(StackId(0));
+    let stack = StackId::new(0);
     let without_time = |action, addr, size| TraceEntry { stack, ..entry(action, addr, size, 0, 0) };
     assert_eq!(
         recording.snapshot.traces,
@@ -232,7 +232,7 @@ fn history_of_pytorch_2_0_has_no_times() {
 #[test]
 fn containers_with_one_item_are_recognized() {
     let single = recording("single.pickle").snapshot;
-    assert_eq!(single.traces, [[TraceEntry { stack: Some(StackId(0)), ..entry(Action::Alloc, BASE, 512, 0, 1) }]]);
+    assert_eq!(single.traces, [[TraceEntry { stack: StackId::new(0), ..entry(Action::Alloc, BASE, 512, 0, 1) }]]);
     assert_eq!(single.stacks[0][0].filename, "g.py");
     assert_eq!(recording("single_list.pickle").snapshot.segments, [small_segment()]);
 

@@ -40,7 +40,7 @@ fn integers_of_every_length_are_written() {
 fn each_stack_is_written_once() {
     let mut snapshot = recording("snapshot.p4.pickle").snapshot;
     let before = written(&snapshot).len();
-    let entry = TraceEntry { stack: Some(StackId(0)), ..entry(Action::Alloc, 1, 1, 0, 1) };
+    let entry = TraceEntry { stack: StackId::new(0), ..entry(Action::Alloc, 1, 1, 0, 1) };
     snapshot.traces[0].extend([entry; 100]);
     let file = written(&snapshot);
     assert!((file.len() - before) / 100 < 60, "{} bytes per entry", (file.len() - before) / 100);

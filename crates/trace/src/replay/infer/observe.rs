@@ -127,6 +127,7 @@ pub(super) fn observe(
     pauses_end_releases: bool,
 ) -> Result<Observations, Exceeded> {
     let peak_reserved_bytes = heap.bytes_reserved();
+    heap.keep_free_lists();
     heap.track_releasable();
     let charge = Charge::new(heap.budget());
     let pass = Pass {
@@ -238,7 +239,8 @@ impl Pass<'_> {
             true => Vec::new(),
             false => self.heap.preferred_blocks(event.stream, size, Some(event.addr)),
         };
-        let segment = self.heap.alloc(event.addr, event.size);
+        let number = u32::try_from(at).expect("fewer than 2^32 events");
+        let segment = self.heap.alloc(event.addr, event.size, number).map(|block| block.segment);
         self.found.allocation_segments.push(segment.unwrap_or(SEGMENT_UNKNOWN));
         if let Some(chosen) = segment {
             self.add_conflicts(chosen, false, size, &preferred);

@@ -223,7 +223,6 @@ mod tests {
             expandable: false,
             pool: name.to_digit(10).map(|user| MemPoolId { graph: 0, user }),
             bytes: 0,
-            kind_corrections: 0,
         };
         let conflict = |&(chosen, passed_over, chosen_is_new): &(SegmentId, SegmentId, bool)| PoolConflict {
             chosen,

@@ -87,16 +87,8 @@ mod tests {
 
     #[test]
     fn release_with_conflicting_segments_is_split() {
-        let segment = |kind| RecordedSegment {
-            base: 0,
-            end: 10,
-            stream: 0,
-            kind,
-            expandable: false,
-            pool: None,
-            bytes: 0,
-            kind_corrections: 0,
-        };
+        let segment =
+            |kind| RecordedSegment { base: 0, end: 10, stream: 0, kind, expandable: false, pool: None, bytes: 0 };
         let segments: Vec<RecordedSegment> =
             [SegmentKind::Small, SegmentKind::Large, SegmentKind::Large, SegmentKind::Large].map(segment).to_vec();
         let conflict = PoolConflict { chosen: 2, passed_over: 1, chosen_is_new: true, addr: 0, excess: 0 };

@@ -177,8 +177,8 @@ pub(crate) struct StackIds {
 impl StackIds {
     /// The ids of stacks that the snapshot has already.
     pub(crate) fn of(snapshot: &Snapshot) -> Self {
-        let with_id = |(stack, at): (&Stack, u32)| (Arc::clone(stack), StackId(at));
-        Self { by_stack: snapshot.stacks.iter().zip(0..).map(with_id).collect() }
+        let with_id = |(at, stack): (usize, &Stack)| Some((Arc::clone(stack), StackId::new(at)?));
+        Self { by_stack: snapshot.stacks.iter().enumerate().filter_map(with_id).collect() }
     }
 
     /// The id of a stack, which is added to the snapshot if it is new.
@@ -186,7 +186,7 @@ impl StackIds {
         if let Some(&id) = self.by_stack.get(stack) {
             return id;
         }
-        let id = StackId(u32::try_from(snapshot.stacks.len()).expect("fewer than 2^32 stacks"));
+        let id = StackId::new(snapshot.stacks.len()).expect("fewer than 2^32 stacks");
         snapshot.stacks.push(Arc::clone(stack));
         self.by_stack.insert(Arc::clone(stack), id);
         id

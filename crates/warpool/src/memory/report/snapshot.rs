@@ -3,6 +3,8 @@
 //! Allocators fill it in; `warpool-trace` reads and writes it as a file. Texts and call stacks are stored once and
 //! referred to by id: a history repeats the same few many times.
 
+use std::fmt;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use crate::memory::MemPoolId;
@@ -252,12 +254,58 @@ pub struct Frame {
 }
 
 /// A call stack of a [`Snapshot`]: an index into [`Snapshot::stacks`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct StackId(pub u32);
+///
+/// An `Option` of it is no larger: each of millions of events has two.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StackId(NonZeroU32);
 
-/// A text of a [`Snapshot`], of [`Snapshot::texts`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct TextId(pub u32);
+/// A text of a [`Snapshot`], of [`Snapshot::texts`]. An `Option` of it is no larger.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TextId(NonZeroU32);
+
+impl StackId {
+    /// The stack with that index. `None` if the index is `u32::MAX` or more.
+    #[must_use]
+    pub fn new(index: usize) -> Option<Self> {
+        one_more(index).map(Self)
+    }
+
+    /// The index.
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self.0.get() as usize - 1
+    }
+}
+
+impl TextId {
+    /// The text with that index. `None` if the index is `u32::MAX` or more.
+    #[must_use]
+    pub fn new(index: usize) -> Option<Self> {
+        one_more(index).map(Self)
+    }
+
+    /// The index.
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self.0.get() as usize - 1
+    }
+}
+
+fn one_more(index: usize) -> Option<NonZeroU32> {
+    NonZeroU32::new(u32::try_from(index).ok()?.checked_add(1)?)
+}
+
+impl fmt::Debug for StackId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StackId({})", self.index())
+    }
+}
+
+impl fmt::Debug for TextId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TextId({})", self.index())
+    }
+}
 
 /// Texts, each once, in the order in which they were added.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -272,7 +320,7 @@ impl Texts {
         if let Some(&id) = self.ids.get(text) {
             return id;
         }
-        let id = TextId(u32::try_from(self.list.len()).expect("fewer than 2^32 different texts"));
+        let id = TextId::new(self.list.len()).expect("fewer than 2^32 different texts");
         let text: Arc<str> = text.into();
         self.list.push(Arc::clone(&text));
         self.ids.insert(text, id);
@@ -285,7 +333,7 @@ impl Texts {
     /// If the id is not one of its own.
     #[must_use]
     pub fn get(&self, id: TextId) -> &str {
-        &self.list[id.0 as usize]
+        &self.list[id.index()]
     }
 }
 

@@ -14,6 +14,7 @@ mod releasable;
 mod tests;
 mod undo;
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
 use warpool::memory::{BlockState, MemPoolId, SegmentInfo, SegmentKind, SizeRules};
@@ -41,8 +42,6 @@ pub(in crate::replay) struct RecordedSegment {
     pub pool: Option<MemPoolId>,
     /// Bytes that are mapped; 0 once it is freed.
     pub bytes: u64,
-    /// How often its kind was corrected. In a recording that contradicts itself that could go on.
-    pub kind_corrections: u8,
 }
 
 /// A block of a segment.
@@ -52,7 +51,28 @@ pub(in crate::replay) struct RecordedBlock {
     pub requested: u64,
     pub state: BlockState,
     pub segment: SegmentId,
+    /// The event of its allocation, if it is known.
+    pub event: Option<u32>,
 }
+
+impl RecordedBlock {
+    fn free(bytes: u64, segment: SegmentId) -> Self {
+        Self { bytes, requested: 0, state: BlockState::Inactive, segment, event: None }
+    }
+
+    /// Whether this is a free block of a segment.
+    fn is_free_in(&self, segment: SegmentId) -> bool {
+        self.state == BlockState::Inactive && self.segment == segment
+    }
+
+    /// What of it was requested: no more than there is.
+    pub fn bytes_requested(&self) -> u64 {
+        self.requested.min(self.bytes)
+    }
+}
+
+/// Free blocks of each stream and kind, in the order of a search.
+type FreeLists = BTreeMap<(u64, SegmentKind), BTreeSet<FreeKey>>;
 
 /// The order of free blocks in a search: by size, then by age of the segment, then by address.
 type FreeKey = (u64, SegmentId, u64);
@@ -66,8 +86,8 @@ pub(in crate::replay) struct RecordedHeap {
     /// Those that are not freed, by base address.
     segments_by_base: BTreeMap<u64, SegmentId>,
     blocks: BTreeMap<u64, RecordedBlock>,
-    /// Free blocks of each stream and kind, in the order of a search.
-    free: BTreeMap<(u64, SegmentKind), BTreeSet<FreeKey>>,
+    /// Only in passes that search: keeping them in order takes as long as all the rest.
+    free: Option<FreeLists>,
     bytes_reserved: u64,
     releasable: Releasable,
     charge: Charge,
@@ -85,7 +105,7 @@ impl RecordedHeap {
             segments: Vec::new(),
             segments_by_base: BTreeMap::new(),
             blocks: BTreeMap::new(),
-            free: BTreeMap::new(),
+            free: None,
             bytes_reserved: 0,
             releasable: Releasable::default(),
             charge: Charge::new(budget),
@@ -108,8 +128,8 @@ impl RecordedHeap {
                 heap.new_segment(addr, bytes, info.stream, info.kind, false, pool)
             };
             for block in &info.blocks {
-                let (bytes, requested) = (block.size, block.requested_size);
-                heap.insert(block.address, RecordedBlock { bytes, requested, state: block.state, segment });
+                let (bytes, requested, state) = (block.size, block.requested_size, block.state);
+                heap.insert(block.address, RecordedBlock { bytes, requested, state, segment, event: None });
             }
         }
         Ok(heap)
@@ -122,8 +142,7 @@ impl RecordedHeap {
             let from = self.segment(block.segment);
             if from.expandable {
                 let segment = heap.extend_expandable(addr, block.bytes, from.stream, Some(from.kind), from.pool, true);
-                heap.insert(addr, RecordedBlock { state: BlockState::Inactive, segment, ..*block });
-                heap.merge(addr);
+                heap.insert_free(addr, block.bytes, segment);
             }
         }
         heap
@@ -159,7 +178,7 @@ impl RecordedHeap {
     /// A segment was allocated.
     pub fn add_segment(&mut self, addr: u64, bytes: u64, stream: u64, pool: Option<MemPoolId>) -> SegmentId {
         let segment = self.new_segment(addr, bytes, stream, SizeRules::kind_of_segment(bytes), false, pool);
-        self.insert(addr, RecordedBlock { bytes, requested: 0, state: BlockState::Inactive, segment });
+        self.insert(addr, RecordedBlock::free(bytes, segment));
         segment
     }
 
@@ -185,70 +204,54 @@ impl RecordedHeap {
 
     /// A part of an expandable segment was unmapped. `None` if it is not one free block.
     pub fn unmap(&mut self, addr: u64, bytes: u64) -> Option<SegmentId> {
-        let (start, block) = self.free_block_around(addr, bytes)?;
-        self.remove(start);
-        let free = |bytes| RecordedBlock { bytes, requested: 0, ..block };
-        if start < addr {
-            self.insert(start, free(addr - start));
-        }
-        let (end, block_end) = (addr + bytes, start + block.bytes);
-        if end < block_end {
-            self.insert(end, free(block_end - end));
-        }
-        self.shrink(block.segment, bytes);
-        Some(block.segment)
+        let segment = self.cut_out(addr, bytes)?;
+        self.shrink(segment, bytes);
+        Some(segment)
     }
 
-    /// A request got the block at `addr`. `None` if no free block of sufficient size starts there.
-    pub fn alloc(&mut self, addr: u64, requested: u64) -> Option<SegmentId> {
-        let block = *self.blocks.get(&addr)?;
+    /// A request got the block at `addr`, at this event. `None` if no free block of sufficient size starts there.
+    pub fn alloc(&mut self, addr: u64, requested: u64, event: u32) -> Option<RecordedBlock> {
         let size = self.rules.sizes().round(requested);
-        if block.state != BlockState::Inactive || block.bytes < size {
+        let block = self.blocks.get_mut(&addr)?;
+        let free = *block;
+        if free.state != BlockState::Inactive || free.bytes < size {
             return None;
         }
-        self.remove(addr);
-        let rest = block.bytes - size;
-        let bytes = if rest > 0 && self.rules.splits(size, rest) {
-            self.insert(addr + size, RecordedBlock { bytes: rest, requested: 0, ..block });
-            size
-        } else {
-            block.bytes
-        };
-        self.insert(addr, RecordedBlock { bytes, requested, state: BlockState::ActiveAllocated, ..block });
-        Some(block.segment)
+        let rest = free.bytes - size;
+        let bytes = if rest > 0 && self.rules.splits(size, rest) { size } else { free.bytes };
+        let (state, event) = (BlockState::ActiveAllocated, Some(event));
+        let allocated = RecordedBlock { bytes, requested, state, segment: free.segment, event };
+        *block = allocated;
+        self.unlist(addr, &free);
+        if bytes < free.bytes {
+            self.insert(addr + bytes, RecordedBlock::free(rest, free.segment));
+        }
+        Some(allocated)
     }
 
     /// A request got a block at `addr` that these rules do not place there: it is cut out of the free block around it.
     /// `None` if there is none.
-    pub fn alloc_exactly(&mut self, addr: u64, requested: u64) -> Option<SegmentId> {
+    pub fn alloc_exactly(&mut self, addr: u64, requested: u64, event: u32) -> Option<RecordedBlock> {
         let bytes = self.rules.sizes().round(requested);
-        let (start, block) = self.free_block_around(addr, bytes)?;
-        self.remove(start);
-        let free = |bytes| RecordedBlock { bytes, requested: 0, ..block };
-        if start < addr {
-            self.insert(start, free(addr - start));
-        }
-        let (end, block_end) = (addr + bytes, start + block.bytes);
-        if end < block_end {
-            self.insert(end, free(block_end - end));
-        }
-        self.insert(addr, RecordedBlock { bytes, requested, state: BlockState::ActiveAllocated, ..block });
-        Some(block.segment)
+        let segment = self.cut_out(addr, bytes)?;
+        let (state, event) = (BlockState::ActiveAllocated, Some(event));
+        let block = RecordedBlock { bytes, requested, state, segment, event };
+        self.insert(addr, block);
+        Some(block)
     }
 
     /// The block at `addr` was freed, and streams may still use it. `None` if it is not allocated.
-    pub fn free_requested(&mut self, addr: u64) -> Option<()> {
+    pub fn free_requested(&mut self, addr: u64) -> Option<RecordedBlock> {
         let block = self.blocks.get_mut(&addr).filter(|block| block.state == BlockState::ActiveAllocated)?;
         block.state = BlockState::ActivePendingFree;
-        Some(())
+        Some(*block)
     }
 
-    /// The block at `addr` became free. `None` if it was not in use.
-    pub fn free_completed(&mut self, addr: u64) -> Option<()> {
+    /// The block at `addr` became free. Returns it as it was before; `None` if it was not in use.
+    pub fn free_completed(&mut self, addr: u64) -> Option<RecordedBlock> {
         let block = *self.blocks.get(&addr).filter(|block| block.state != BlockState::Inactive)?;
-        self.insert(addr, RecordedBlock { state: BlockState::Inactive, ..block });
-        self.merge(addr);
-        Some(())
+        self.join(addr, block);
+        Some(block)
     }
 
     /// Free blocks that a search for `size` would have preferred to the one at `chosen`, or to new memory where that is
@@ -256,7 +259,11 @@ impl RecordedHeap {
     pub fn preferred_blocks(&self, stream: u64, size: u64, chosen: Option<u64>) -> Vec<(u64, SegmentId)> {
         const COUNT_MAX: usize = 256;
         const EXAMINED_MAX: usize = 4 * COUNT_MAX;
-        let Some(free) = self.free.get(&(stream, SizeRules::kind(size))) else { return Vec::new() };
+        debug_assert!(self.free.is_some(), "a pass that searches keeps the free lists");
+        let lists = self.free.as_ref();
+        let Some(free) = lists.and_then(|lists| lists.get(&(stream, SizeRules::kind(size)))) else {
+            return Vec::new();
+        };
         let chosen = chosen.and_then(|addr| Some((addr, self.blocks.get(&addr)?)));
         let chosen_key = chosen.map_or((u64::MAX, 0, 0), |(addr, block)| self.key(addr, block));
         if chosen_key < (size, 0, 0) {
@@ -275,6 +282,15 @@ impl RecordedHeap {
             .map(|(addr, block)| (addr, block.segment))
             .take(COUNT_MAX)
             .collect()
+    }
+
+    /// From now on keeps the free lists that [searches](Self::preferred_blocks) need.
+    pub fn keep_free_lists(&mut self) {
+        let mut lists = FreeLists::new();
+        for (&addr, block) in self.blocks.iter().filter(|(_, block)| block.state == BlockState::Inactive) {
+            lists.entry(self.list_of(block)).or_default().insert(self.key(addr, block));
+        }
+        self.free = Some(lists);
     }
 
     /// From now on keeps track of the segments of which at least a part could be returned to the driver.
@@ -341,71 +357,109 @@ impl RecordedHeap {
         (block.bytes, if self.rules.oldest_segment_first() { block.segment } else { 0 }, addr)
     }
 
+    fn list_of(&self, block: &RecordedBlock) -> (u64, SegmentKind) {
+        let segment = self.segment(block.segment);
+        (segment.stream, segment.kind)
+    }
+
+    /// Inserts a free block, and merges it with free neighbours in its segment.
     fn insert_free(&mut self, addr: u64, bytes: u64, segment: SegmentId) {
-        self.insert(addr, RecordedBlock { bytes, requested: 0, state: BlockState::Inactive, segment });
-        self.merge(addr);
+        let block = RecordedBlock { state: BlockState::ActivePendingFree, ..RecordedBlock::free(bytes, segment) };
+        self.insert(addr, block);
+        self.join(addr, block);
     }
 
     /// Inserts a block. In a recording that contradicts itself there may be one at this address, which is replaced.
     fn insert(&mut self, addr: u64, block: RecordedBlock) {
-        if self.blocks.contains_key(&addr) {
-            self.remove(addr);
+        if let Some(before) = self.blocks.insert(addr, block)
+            && before.state == BlockState::Inactive
+        {
+            self.unlist(addr, &before);
         }
         if block.state == BlockState::Inactive {
-            let segment = self.segment(block.segment);
-            let list = (segment.stream, segment.kind);
-            let key = self.key(addr, &block);
-            self.free.entry(list).or_default().insert(key);
-            if self.releasable.is_tracking() {
-                let mut releasable = std::mem::take(&mut self.releasable);
-                self.note_free(&mut releasable, addr, &block);
-                self.releasable = releasable;
-            }
+            self.list(addr, &block);
         }
-        self.blocks.insert(addr, block);
         self.count_memory();
+    }
+
+    /// A block is free now, and may be searched and released.
+    fn list(&mut self, addr: u64, block: &RecordedBlock) {
+        let (list, key) = (self.list_of(block), self.key(addr, block));
+        if let Some(lists) = &mut self.free {
+            lists.entry(list).or_default().insert(key);
+        }
+        if self.releasable.is_tracking() {
+            let mut releasable = std::mem::take(&mut self.releasable);
+            self.note_free(&mut releasable, addr, block);
+            self.releasable = releasable;
+        }
+    }
+
+    /// A block was free, and is not any more.
+    fn unlist(&mut self, addr: u64, block: &RecordedBlock) {
+        let (list, key) = (self.list_of(block), self.key(addr, block));
+        if let Some(lists) = &mut self.free {
+            let was_listed = lists.get_mut(&list).is_some_and(|free| free.remove(&key));
+            debug_assert!(was_listed, "a free block is in the free list of its stream and kind");
+        }
+        self.releasable.remove(addr);
     }
 
     #[inline]
     fn count_memory(&mut self) {
         let Self { segments, blocks, free, .. } = self;
-        let bytes = segments.len() * SEGMENT_BYTES + blocks.len() * BLOCK_BYTES + free.len() * LIST_BYTES;
+        let lists = free.as_ref().map_or(0, BTreeMap::len);
+        let bytes = segments.len() * SEGMENT_BYTES + blocks.len() * BLOCK_BYTES + lists * LIST_BYTES;
         self.charge.raise_to(bytes as u64);
     }
 
     fn remove(&mut self, addr: u64) -> RecordedBlock {
         let block = self.blocks.remove(&addr).expect("only blocks that were found are removed");
         if block.state == BlockState::Inactive {
-            let segment = self.segment(block.segment);
-            let list = (segment.stream, segment.kind);
-            let key = self.key(addr, &block);
-            let was_listed = self.free.get_mut(&list).is_some_and(|free| free.remove(&key));
-            debug_assert!(was_listed, "a free block is in the free list of its stream and kind");
-            self.releasable.remove(addr);
+            self.unlist(addr, &block);
         }
         block
     }
 
-    /// Merges the free block at `addr` with free neighbours in its segment.
-    fn merge(&mut self, addr: u64) {
-        let mut block = self.remove(addr);
-        let mut start = addr;
-        let joins = |other: &RecordedBlock| other.segment == block.segment && other.state == BlockState::Inactive;
-        if let Some((&before, other)) = self.blocks.range(..addr).next_back()
-            && before + other.bytes == addr
-            && joins(other)
+    /// Makes the block at `addr`, which was in use, a part of one free block with its free neighbours in the segment.
+    fn join(&mut self, addr: u64, block: RecordedBlock) {
+        let segment = block.segment;
+        let mut free = RecordedBlock::free(block.bytes, segment);
+        if let Entry::Occupied(after) = self.blocks.entry(addr + block.bytes)
+            && after.get().is_free_in(segment)
         {
-            start = before;
-            block.bytes += self.remove(before).bytes;
+            let (at, after) = after.remove_entry();
+            free.bytes += after.bytes;
+            self.unlist(at, &after);
         }
-        let end = start + block.bytes;
-        if let Some(other) = self.blocks.get(&end)
-            && other.segment == block.segment
-            && other.state == BlockState::Inactive
-        {
-            block.bytes += self.remove(end).bytes;
+        let mut until = self.blocks.range_mut(..=addr);
+        let (_, here) = until.next_back().expect("the block that is freed");
+        let before = until.next_back().filter(|(at, before)| *at + before.bytes == addr && before.is_free_in(segment));
+        let Some((&start, before)) = before else {
+            *here = free;
+            self.list(addr, &free);
+            return;
+        };
+        let was = *before;
+        free.bytes += was.bytes;
+        *before = free;
+        self.blocks.remove(&addr);
+        self.unlist(start, &was);
+        self.list(start, &free);
+    }
+
+    /// Takes a range out of the free block around it. `None` if there is none.
+    fn cut_out(&mut self, addr: u64, bytes: u64) -> Option<SegmentId> {
+        let (start, block) = self.free_block_around(addr, bytes)?;
+        self.remove(start);
+        if start < addr {
+            self.insert(start, RecordedBlock::free(addr - start, block.segment));
         }
-        self.insert(start, RecordedBlock { requested: 0, ..block });
+        let (end, block_end) = (addr + bytes, start + block.bytes);
+        if end < block_end {
+            self.insert(end, RecordedBlock::free(block_end - end, block.segment));
+        }
+        Some(block.segment)
     }
 
     /// The free block that contains the whole range.
@@ -425,8 +479,7 @@ impl RecordedHeap {
     ) -> SegmentId {
         let id = SegmentId::try_from(self.segments.len()).expect("fewer than 2^32 segments");
         let (base, end) = (addr, addr + bytes);
-        let kind_corrections = 0;
-        let segment = RecordedSegment { base, end, stream, kind, expandable, pool, bytes, kind_corrections };
+        let segment = RecordedSegment { base, end, stream, kind, expandable, pool, bytes };
         self.segments.push(segment);
         self.segments_by_base.insert(addr, id);
         self.bytes_reserved = self.bytes_reserved.saturating_add(bytes);

@@ -26,13 +26,13 @@ fn picture(heap: &RecordedHeap) -> String {
 fn blocks_are_split_and_merged_as_recorded() {
     let mut heap = new_heap(false);
     heap.add_segment(20 * MIB, 20 * MIB, STREAM, None);
-    heap.alloc(20 * MIB, 4 * MIB).unwrap();
-    heap.alloc(24 * MIB, 2 * MIB).unwrap();
+    heap.alloc(20 * MIB, 4 * MIB, 0).unwrap();
+    heap.alloc(24 * MIB, 2 * MIB, 0).unwrap();
     assert_eq!(picture(&heap), "[x 4][x 2][. 14]");
     heap.free_requested(20 * MIB).unwrap();
     assert_eq!(picture(&heap), "[p 4][x 2][. 14]");
     heap.free_completed(20 * MIB).unwrap();
-    heap.alloc(20 * MIB, 3 * MIB + 512).unwrap();
+    heap.alloc(20 * MIB, 3 * MIB + 512, 0).unwrap();
     assert_eq!(picture(&heap), "[x 4][x 2][. 14]", "the rest is too small for a block");
     heap.free_completed(24 * MIB).unwrap();
     heap.free_completed(20 * MIB).unwrap();
@@ -62,7 +62,7 @@ fn expandable_segments_grow_and_shrink() {
     let mut heap = new_heap(true);
     let base = 1 << 40;
     let segment = heap.map(base, 20 * MIB, STREAM, None);
-    heap.alloc(base, 18 * MIB).unwrap();
+    heap.alloc(base, 18 * MIB, 0).unwrap();
     assert_eq!(heap.map(base + 20 * MIB, 20 * MIB, STREAM, None), segment);
     assert_eq!(picture(&heap), "[x 18][. 22]");
     heap.unmap(base + 20 * MIB, 20 * MIB).unwrap();
@@ -88,6 +88,7 @@ fn smaller_fitting_block_is_preferred() {
     let mut heap = new_heap(false);
     let first = heap.add_segment(100 * MIB, 20 * MIB, STREAM, None);
     heap.add_segment(200 * MIB, 30 * MIB, STREAM, None);
+    heap.keep_free_lists();
     assert_eq!(heap.preferred_blocks(STREAM, 15 * MIB, Some(200 * MIB)), [(100 * MIB, first)]);
     assert_eq!(heap.preferred_blocks(STREAM, 15 * MIB, Some(100 * MIB)), []);
     assert_eq!(heap.preferred_blocks(STREAM, 25 * MIB, Some(200 * MIB)), []);

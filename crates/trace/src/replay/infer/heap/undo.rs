@@ -4,7 +4,6 @@
 use warpool::memory::{BlockState, MemPoolId, SegmentKind, SizeRules};
 
 use super::{RecordedBlock, RecordedHeap, SegmentId};
-use crate::steps;
 
 impl RecordedHeap {
     /// Undoes an unmapping. Several blocks may have been unmapped by one event, and what lay between may not be
@@ -16,7 +15,7 @@ impl RecordedHeap {
     }
 
     /// Undoes an allocation. `None` if the block at `addr` is not in use.
-    pub fn undo_alloc(&mut self, addr: u64) -> Option<()> {
+    pub fn undo_alloc(&mut self, addr: u64) -> Option<RecordedBlock> {
         self.free_completed(addr)
     }
 
@@ -43,7 +42,7 @@ impl RecordedHeap {
             }
         }
         let state = BlockState::ActivePendingFree;
-        let mut restored = RecordedBlock { bytes: size, requested, state, segment: free.segment };
+        let mut restored = RecordedBlock { bytes: size, requested, state, segment: free.segment, event: None };
         let rest = end - addr - size;
         if rest > 0 {
             if self.is_unsplit_rest(restored, rest) {
@@ -78,26 +77,13 @@ impl RecordedHeap {
         Some(())
     }
 
-    /// Sets the kind of an expandable segment by a block that was in it, and moves its free blocks to the other list.
+    /// Sets the kind of an expandable segment by a block that was in it.
     fn correct_kind(&mut self, id: SegmentId, kind: SegmentKind) {
-        const CORRECTIONS_MAX: u8 = 8;
+        debug_assert!(self.free.is_none(), "its free blocks would be in the lists of another kind");
         let segment = &mut self.segments[id as usize];
-        let (stream, before) = (segment.stream, segment.kind);
-        if before == kind || !segment.expandable || segment.kind_corrections == CORRECTIONS_MAX {
-            return;
+        if segment.expandable {
+            segment.kind = kind;
         }
-        segment.kind = kind;
-        segment.kind_corrections += 1;
-        let range = segment.base..segment.end;
-        let free =
-            self.blocks.range(range).filter(|(_, block)| block.segment == id && block.state == BlockState::Inactive);
-        let moved: Vec<_> = free.inspect(|_| steps::count(1)).map(|(&addr, block)| self.key(addr, block)).collect();
-        if let Some(list) = self.free.get_mut(&(stream, before)) {
-            for key in &moved {
-                list.remove(key);
-            }
-        }
-        self.free.entry((stream, kind)).or_default().extend(moved);
     }
 
     /// Whether `rest` bytes behind the request of a block in use are part of it.
