@@ -20,6 +20,8 @@ undone from the last to the first. Three byte counts, as PyTorch has them:
   up, and the whole free block where the allocator does not split off the rest;
 * reserved: segments and mapped parts of expandable segments.
 
+A further snapshot is written here, with stacks of which it is known by hand what line they are: see STACKS.
+
 Exit status: 0 all agree, 1 a disagreement, 2 wrong usage.
 """
 
@@ -34,6 +36,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 
 MIB = 1 << 20
 MIN_BLOCK = 512
@@ -510,6 +513,87 @@ def names_python(name):
     return bool(match) and is_python(match[1])
 
 
+# --- Stacks of which the line is known ---------------------------------------------------------------------
+
+OWN = ("step", "/home/me/train.py", 7)
+LINEAR = ("forward", "/usr/lib/python3/dist-packages/torch/nn/modules/linear.py", 134)
+UNWIND = ("torch::unwind::unwind()", "??", 0)
+NODE_FRAME = ("torch::autograd::generated::BmmBackward0::apply(std::vector<at::Tensor>&&)", "??", 0)
+ENGINE = ("torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask> const&)", "??", 0)
+BACKWARD = ("backward", "/venv/lib/python3.12/site-packages/torch/_tensor.py", 600)
+
+# Frames from the innermost, and the line of the program that they are; None: there is none.
+STACKS = [
+    ([UNWIND, LINEAR, OWN], "step (/home/me/train.py:7)"),
+    # Of an installed package the first folder tells, whatever stands above it.
+    ([UNWIND, ("embed", "/srv/torch/site-packages/diffusers/unet.py", 12)], "embed (diffusers/unet.py:12)"),
+    ([("wrap", "/home/deepspeed/site-packages/peft/tuners/lora.py", 3), OWN], "wrap (peft/tuners/lora.py:3)"),
+    ([("prepare", "/opt/x/site-packages/accelerate/accelerator.py", 9), OWN], "step (/home/me/train.py:7)"),
+    # A checkout of PyTorch, and a project that is only named like it.
+    ([("forward", "/src/torch/nn/modules/conv.py", 5), ("fit", "/home/me/fit.py", 2)], "fit (/home/me/fit.py:2)"),
+    ([("fit", "/home/me/torch/experiments/fit.py", 21)], "fit (/home/me/torch/experiments/fit.py:21)"),
+    # Typed in, generated, and Python's own.
+    ([LINEAR, ("<module>", "<ipython-input-3-abc>", 4)], "<module> (<ipython-input-3-abc>:4)"),
+    ([("<lambda>", "<string>", 1), ("loop", "/home/me/loop.py", 8)], "loop (/home/me/loop.py:8)"),
+    ([("call", "/tmp/torchinductor_me/ab/cabc.py", 77), ("run", "/home/me/run.py", 31)], "run (/home/me/run.py:31)"),
+    ([("run", "/usr/lib/python3.12/threading.py", 1012), ("work", "/home/me/work.py", 3)], "work (/home/me/work.py:3)"),
+    ([LINEAR, ("load", "C:\\Users\\me\\load.py", 6)], "load (C:/Users/me/load.py:6)"),
+    # Nothing of the program's own: the outermost Python line, but not in the backward pass.
+    ([UNWIND, LINEAR, ("main", "/usr/lib/python3.12/runpy.py", 88)], "main (/usr/lib/python3.12/runpy.py:88)"),
+    ([UNWIND, NODE_FRAME, ENGINE], None),
+    ([NODE_FRAME, ENGINE, BACKWARD], None),
+    ([NODE_FRAME, ENGINE, BACKWARD, ("loss", "/home/me/loss.py", 5)], "loss (/home/me/loss.py:5)"),
+    ([UNWIND, ("c10::cuda::malloc(unsigned long)", "??", 0)], None),
+]
+
+
+def write_stacks(path):
+    """A snapshot with one allocation by each of STACKS, of different sizes."""
+    events, base = [], 0x7F0000000000
+    for number, (frames, _) in enumerate(STACKS):
+        size = (number + 2) * MIB
+        frames = [dict(zip(("name", "filename", "line"), frame)) for frame in frames]
+        common = {"stream": 0, "frames": frames, "addr": base + number * 64 * MIB}
+        # As PyTorch has it: 20 MiB for what is below 10, else whole steps of 2 MiB.
+        segment = 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+        events.append({"action": "segment_alloc", "size": segment, "time_us": 2 * number, **common})
+        events.append({"action": "alloc", "size": size, "time_us": 2 * number + 1, **common})
+    segments = []
+    for segment, block in zip(events[::2], events[1::2]):
+        size, rest = block["size"], segment["size"] - block["size"]
+        whole = rest <= SMALL_SIZE
+        blocks = [{"address": block["addr"], "size": segment["size"] if whole else size, "requested_size": size,
+                   "state": "active_allocated", "frames": block["frames"]}]
+        if not whole:
+            free = {"address": block["addr"] + size, "size": rest, "requested_size": 0}
+            blocks.append({**free, "state": "inactive", "frames": []})
+        segments.append({
+            "device": 0, "address": block["addr"], "total_size": segment["size"], "allocated_size": blocks[0]["size"],
+            "active_size": blocks[0]["size"], "requested_size": size, "stream": 0, "segment_type": "large",
+            "segment_pool_id": (0, 0), "is_expandable": False, "frames": [], "blocks": blocks,
+        })
+    with open(path, "wb") as file:
+        pickle.dump({"segments": segments, "device_traces": [events], "allocator_settings": {}}, file)
+
+
+def check_stacks(command):
+    """Yields what the command says differently of STACKS than is known; and that the reader says."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/stacks.pickle"
+        write_stacks(path)
+        for _, differences in check_file(command, path):
+            yield from differences
+        expected = {}
+        for number, (_, name) in enumerate(STACKS):
+            if name is not None:
+                expected[name] = expected.get(name, 0) + (number + 2) * MIB
+        rows = answers_of(command, path)[0]["holders_by_line"]
+        found = {row["name"].replace("\\", "/"): row["bytes"] for row in rows if names_python(row["name"])}
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                yield f"{name}: {found.get(name)}, {expected.get(name)} is right"
+
+
 # --- Comparing -----------------------------------------------------------------------------------------------
 
 
@@ -607,7 +691,10 @@ def main(arguments):
         return 2
     # Snapshots are large trees without cycles.
     gc.disable()
-    passed = failed = 0
+    differences = list(check_stacks(arguments[0]))
+    for text in differences:
+        print(f"stacks by hand: {text}")
+    passed, failed = int(not differences), int(bool(differences))
     for path in arguments[1:]:
         for device, differences in check_file(arguments[0], path):
             name = path if device is None else f"{path} GPU {device}"
