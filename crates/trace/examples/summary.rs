@@ -43,10 +43,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     );
     println!("blocks {} requested {}", blocks().count(), blocks().map(|block| block.requested_size).sum::<u64>());
     println!("annotations {}", snapshot.annotations.len());
-    println!(
-        "frames {}",
-        entries().filter_map(|e| e.stack).map(|id| snapshot.stacks[id.index()].len()).sum::<usize>()
-    );
+    println!("frames {}", entries().filter_map(|e| e.stack).map(|id| snapshot.stacks[id.index()].len()).sum::<usize>());
 
     let megabytes = recording.bytes_decompressed as f64 / 1e6;
     let parsing = seconds - recording.input_time.as_secs_f64();

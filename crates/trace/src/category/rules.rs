@@ -106,8 +106,8 @@ impl Rule {
     }
 }
 
-/// An allocation of which it is not known when the memory would have been freed counts as kept once so many others of
-/// the same pass came after it. A layer of a transformer makes about thirty.
+/// A recording may end before an allocation is freed. It counts as kept once the same pass made this many others after
+/// it: a layer of a transformer makes about thirty.
 const LATER_MIN: u32 = 48;
 
 /// Memory that is kept through this number of module calls is no batch.
