@@ -469,7 +469,7 @@ impl StatePass<'_, '_> {
             let segment = self.heap.segment(block.segment);
             let is_free = block.state == BlockState::Inactive;
             StateBlock {
-                addr: *addr,
+                addr,
                 bytes: block.bytes,
                 requested: if is_free { 0 } else { block.bytes_requested() },
                 state: block.state,

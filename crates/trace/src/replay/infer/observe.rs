@@ -175,7 +175,7 @@ impl Pass<'_> {
         self.charge.add(bytes_of::<RecordedSegment>(self.heap.segments().len()))?;
         self.found.segments = self.heap.segments().to_vec();
         for segment in recording.segments {
-            if let Some(block) = self.heap.blocks().get(&segment.address) {
+            if let Some(block) = self.heap.blocks().get(segment.address) {
                 self.found.segments[block.segment as usize].pool = Some(segment.pool);
             }
         }
@@ -282,7 +282,7 @@ impl Pass<'_> {
                 let excess = self
                     .heap
                     .blocks()
-                    .get(&addr)
+                    .get(addr)
                     .map_or(0, |block| block.bytes.saturating_sub(size) + SizeRules::BLOCK_MULTIPLE);
                 let conflict = PoolConflict { chosen, passed_over, chosen_is_new, addr, excess };
                 self.found.conflicts.push(conflict);

@@ -212,7 +212,7 @@ impl<'a> Planner<'a> {
         let Some(initial) = &self.inference.initial else { return Ok(()) };
         self.bytes_reserved = initial.heap.bytes_reserved();
         self.plan.peak_reserved_bytes = self.bytes_reserved;
-        for (&addr, block) in initial.heap.blocks() {
+        for (addr, block) in initial.heap.blocks().iter() {
             let paused = match block.state {
                 BlockState::Inactive => continue,
                 BlockState::ActiveAllocated => None,

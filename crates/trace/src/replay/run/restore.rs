@@ -138,7 +138,7 @@ impl Restore<'_> {
         let heap = &self.initial.heap;
         let segment = heap.segment(id);
         let blocks = heap.blocks().range(segment.base..segment.end);
-        blocks.filter(move |(_, block)| block.segment == id).map(|(&addr, block)| (addr, block.bytes))
+        blocks.filter(move |(_, block)| block.segment == id).map(|(addr, block)| (addr, block.bytes))
     }
 
     /// Allocates a free piece of a segment. One that is smaller than what its segment serves stays free: it serves no
@@ -184,7 +184,7 @@ impl Restore<'_> {
     }
 
     fn segment_of(&self, block: &InitialBlock) -> SegmentId {
-        self.initial.heap.blocks()[&block.addr].segment
+        self.initial.heap.blocks()[block.addr].segment
     }
 
     fn stream_index(&self, stream: u64) -> StreamIndex {

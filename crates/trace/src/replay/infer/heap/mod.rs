@@ -9,16 +9,17 @@
 //! here blocks are restored backward with sizes that are corrected later, and a damaged recording may contradict
 //! itself.
 
+mod address_map;
 mod releasable;
 #[cfg(test)]
 mod tests;
 mod undo;
 
-use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
 use warpool::memory::{BlockState, MemPoolId, SegmentInfo, SegmentKind, SizeRules};
 
+use address_map::{AddressMap, Position};
 use releasable::{Releasable, ReleasableBlock};
 
 use super::rules::{MIB, RecordedRules};
@@ -85,7 +86,7 @@ pub(in crate::replay) struct RecordedHeap {
     segments: Vec<RecordedSegment>,
     /// Those that are not freed, by base address.
     segments_by_base: BTreeMap<u64, SegmentId>,
-    blocks: BTreeMap<u64, RecordedBlock>,
+    blocks: AddressMap<RecordedBlock>,
     /// Only in passes that search: keeping them in order takes as long as all the rest.
     free: Option<FreeLists>,
     bytes_reserved: u64,
@@ -104,7 +105,7 @@ impl RecordedHeap {
             rules,
             segments: Vec::new(),
             segments_by_base: BTreeMap::new(),
-            blocks: BTreeMap::new(),
+            blocks: AddressMap::default(),
             free: None,
             bytes_reserved: 0,
             releasable: Releasable::default(),
@@ -138,7 +139,7 @@ impl RecordedHeap {
     /// The expandable segments only, with all their blocks free.
     pub fn expandable_segments_only(&self) -> Self {
         let mut heap = Self::new(self.rules.clone(), self.budget());
-        for (&addr, block) in &self.blocks {
+        for (addr, block) in self.blocks.iter() {
             let from = self.segment(block.segment);
             if from.expandable {
                 let segment = heap.extend_expandable(addr, block.bytes, from.stream, Some(from.kind), from.pool, true);
@@ -171,7 +172,7 @@ impl RecordedHeap {
     }
 
     /// The blocks by address.
-    pub fn blocks(&self) -> &BTreeMap<u64, RecordedBlock> {
+    pub fn blocks(&self) -> &AddressMap<RecordedBlock> {
         &self.blocks
     }
 
@@ -184,7 +185,7 @@ impl RecordedHeap {
 
     /// A segment was freed. `None` if there is none, or a block of it is in use.
     pub fn remove_segment(&mut self, addr: u64, bytes: u64) -> Option<SegmentId> {
-        let block = *self.blocks.get(&addr)?;
+        let block = *self.blocks.get(addr)?;
         let segment = block.segment;
         if block.state != BlockState::Inactive || block.bytes != bytes || self.segment(segment).bytes != bytes {
             return None;
@@ -212,8 +213,8 @@ impl RecordedHeap {
     /// A request got the block at `addr`, at this event. `None` if no free block of sufficient size starts there.
     pub fn alloc(&mut self, addr: u64, requested: u64, event: u32) -> Option<RecordedBlock> {
         let size = self.rules.sizes().round(requested);
-        let block = self.blocks.get_mut(&addr)?;
-        let free = *block;
+        let position = self.blocks.find(addr)?;
+        let free = *self.blocks.value(position);
         if free.state != BlockState::Inactive || free.bytes < size {
             return None;
         }
@@ -221,10 +222,10 @@ impl RecordedHeap {
         let bytes = if rest > 0 && self.rules.splits(size, rest) { size } else { free.bytes };
         let (state, event) = (BlockState::ActiveAllocated, Some(event));
         let allocated = RecordedBlock { bytes, requested, state, segment: free.segment, event };
-        *block = allocated;
+        *self.blocks.value_mut(position) = allocated;
         self.unlist(addr, &free);
         if bytes < free.bytes {
-            self.insert(addr + bytes, RecordedBlock::free(rest, free.segment));
+            self.insert_following(position, addr + bytes, RecordedBlock::free(rest, free.segment));
         }
         Some(allocated)
     }
@@ -242,15 +243,19 @@ impl RecordedHeap {
 
     /// The block at `addr` was freed, and streams may still use it. `None` if it is not allocated.
     pub fn free_requested(&mut self, addr: u64) -> Option<RecordedBlock> {
-        let block = self.blocks.get_mut(&addr).filter(|block| block.state == BlockState::ActiveAllocated)?;
+        let block = self.blocks.get_mut(addr).filter(|block| block.state == BlockState::ActiveAllocated)?;
         block.state = BlockState::ActivePendingFree;
         Some(*block)
     }
 
     /// The block at `addr` became free. Returns it as it was before; `None` if it was not in use.
     pub fn free_completed(&mut self, addr: u64) -> Option<RecordedBlock> {
-        let block = *self.blocks.get(&addr).filter(|block| block.state != BlockState::Inactive)?;
-        self.join(addr, block);
+        let position = self.blocks.find(addr)?;
+        let block = *self.blocks.value(position);
+        if block.state == BlockState::Inactive {
+            return None;
+        }
+        self.join(position);
         Some(block)
     }
 
@@ -264,7 +269,7 @@ impl RecordedHeap {
         let Some(free) = lists.and_then(|lists| lists.get(&(stream, SizeRules::kind(size)))) else {
             return Vec::new();
         };
-        let chosen = chosen.and_then(|addr| Some((addr, self.blocks.get(&addr)?)));
+        let chosen = chosen.and_then(|addr| Some((addr, self.blocks.get(addr)?)));
         let chosen_key = chosen.map_or((u64::MAX, 0, 0), |(addr, block)| self.key(addr, block));
         if chosen_key < (size, 0, 0) {
             // Too small for the request: the recording contradicts itself.
@@ -276,7 +281,7 @@ impl RecordedHeap {
             .take_while(|&&(bytes, _, _)| self.rules.sizes().may_serve(size, bytes))
             .take(EXAMINED_MAX)
             .inspect(|_| steps::count(1))
-            .filter_map(|&(_, _, addr)| Some((addr, self.blocks.get(&addr)?)))
+            .filter_map(|&(_, _, addr)| Some((addr, self.blocks.get(addr)?)))
             // Of blocks that can be extended the one that can be extended least is preferred.
             .filter(|&(addr, block)| self.extended_size(addr, block) <= chosen_size)
             .map(|(addr, block)| (addr, block.segment))
@@ -287,7 +292,7 @@ impl RecordedHeap {
     /// From now on keeps the free lists that [searches](Self::preferred_blocks) need.
     pub fn keep_free_lists(&mut self) {
         let mut lists = FreeLists::new();
-        for (&addr, block) in self.blocks.iter().filter(|(_, block)| block.state == BlockState::Inactive) {
+        for (addr, block) in self.blocks.iter().filter(|(_, block)| block.state == BlockState::Inactive) {
             lists.entry(self.list_of(block)).or_default().insert(self.key(addr, block));
         }
         self.free = Some(lists);
@@ -296,7 +301,7 @@ impl RecordedHeap {
     /// From now on keeps track of the segments of which at least a part could be returned to the driver.
     pub fn track_releasable(&mut self) {
         let mut releasable = Releasable::tracking();
-        for (&addr, block) in &self.blocks {
+        for (addr, block) in self.blocks.iter() {
             if block.state == BlockState::Inactive {
                 self.note_free(&mut releasable, addr, block);
             }
@@ -349,7 +354,7 @@ impl RecordedHeap {
         if end == segment.end {
             return u64::MAX;
         }
-        let next = self.blocks.range(end..).next().map_or(end, |(&next, _)| next);
+        let next = self.blocks.first_from(end).map_or(end, |next| self.blocks.address(next));
         next - addr
     }
 
@@ -364,9 +369,11 @@ impl RecordedHeap {
 
     /// Inserts a free block, and merges it with free neighbours in its segment.
     fn insert_free(&mut self, addr: u64, bytes: u64, segment: SegmentId) {
-        let block = RecordedBlock { state: BlockState::ActivePendingFree, ..RecordedBlock::free(bytes, segment) };
-        self.insert(addr, block);
-        self.join(addr, block);
+        self.insert(
+            addr,
+            RecordedBlock { state: BlockState::ActivePendingFree, ..RecordedBlock::free(bytes, segment) },
+        );
+        self.join(self.blocks.find(addr).expect("it was inserted"));
     }
 
     /// Inserts a block. In a recording that contradicts itself there may be one at this address, which is replaced.
@@ -414,38 +421,52 @@ impl RecordedHeap {
     }
 
     fn remove(&mut self, addr: u64) -> RecordedBlock {
-        let block = self.blocks.remove(&addr).expect("only blocks that were found are removed");
+        let block = self.blocks.remove(addr).expect("only blocks that were found are removed");
         if block.state == BlockState::Inactive {
             self.unlist(addr, &block);
         }
         block
     }
 
-    /// Makes the block at `addr`, which was in use, a part of one free block with its free neighbours in the segment.
-    fn join(&mut self, addr: u64, block: RecordedBlock) {
+    /// Inserts a free block that was split off the one at `position`.
+    fn insert_following(&mut self, position: Position, addr: u64, block: RecordedBlock) {
+        if self.blocks.next(position).is_some_and(|next| self.blocks.address(next) <= addr) {
+            // A recording that contradicts itself: blocks overlap.
+            self.insert(addr, block);
+            return;
+        }
+        self.blocks.insert_after(position, addr, block);
+        self.list(addr, &block);
+        self.count_memory();
+    }
+
+    /// Makes a block that was in use a part of one free block with its free neighbours in the segment.
+    fn join(&mut self, position: Position) {
+        let (addr, block) = (self.blocks.address(position), *self.blocks.value(position));
         let segment = block.segment;
         let mut free = RecordedBlock::free(block.bytes, segment);
-        if let Entry::Occupied(after) = self.blocks.entry(addr + block.bytes)
-            && after.get().is_free_in(segment)
+        if let Some(after) = self.blocks.next(position)
+            && self.blocks.address(after) == addr + block.bytes
+            && self.blocks.value(after).is_free_in(segment)
         {
-            let (at, after) = after.remove_entry();
+            let after = self.blocks.remove_at(after);
             free.bytes += after.bytes;
-            self.unlist(at, &after);
+            self.unlist(addr + block.bytes, &after);
         }
-        let mut until = self.blocks.range_mut(..=addr);
-        let (_, here) = until.next_back().expect("the block that is freed");
-        let before = until.next_back().filter(|(at, before)| *at + before.bytes == addr && before.is_free_in(segment));
-        let Some((&start, before)) = before else {
-            *here = free;
+        if let Some(before) = self.blocks.previous(position)
+            && let (start, was) = (self.blocks.address(before), *self.blocks.value(before))
+            && start + was.bytes == addr
+            && was.is_free_in(segment)
+        {
+            free.bytes += was.bytes;
+            *self.blocks.value_mut(before) = free;
+            self.blocks.remove_at(position);
+            self.unlist(start, &was);
+            self.list(start, &free);
+        } else {
+            *self.blocks.value_mut(position) = free;
             self.list(addr, &free);
-            return;
-        };
-        let was = *before;
-        free.bytes += was.bytes;
-        *before = free;
-        self.blocks.remove(&addr);
-        self.unlist(start, &was);
-        self.list(start, &free);
+        }
     }
 
     /// Takes a range out of the free block around it. `None` if there is none.
@@ -464,7 +485,8 @@ impl RecordedHeap {
 
     /// The free block that contains the whole range.
     fn free_block_around(&self, addr: u64, bytes: u64) -> Option<(u64, RecordedBlock)> {
-        let (&start, &block) = self.blocks.range(..=addr).next_back()?;
+        let position = self.blocks.last_until(addr)?;
+        let (start, block) = (self.blocks.address(position), *self.blocks.value(position));
         (block.state == BlockState::Inactive && addr + bytes <= start + block.bytes).then_some((start, block))
     }
 
@@ -540,8 +562,9 @@ impl RecordedHeap {
         if segment.bytes == 0 {
             self.segments_by_base.remove(&segment.base);
         } else if segment.expandable {
-            let last = self.blocks.range(segment.base..segment.end).next_back();
-            segment.end = last.map_or(segment.base, |(&addr, block)| addr + block.bytes);
+            let last = segment.end.checked_sub(1).and_then(|last| self.blocks.last_until(last));
+            let end = last.map(|last| self.blocks.address(last) + self.blocks.value(last).bytes);
+            segment.end = end.unwrap_or(0).max(segment.base);
         }
     }
 }

@@ -29,7 +29,8 @@ impl RecordedHeap {
         self.remove(start);
         let end = start + free.bytes;
         if start < addr {
-            let before = self.blocks.range(..start).next_back().map(|(&at, &block)| (at, block));
+            let before = start.checked_sub(1).and_then(|below| self.blocks.last_until(below));
+            let before = before.map(|at| (self.blocks.address(at), *self.blocks.value(at)));
             match before {
                 Some((at, block))
                     if self.is_unsplit_rest(block, addr - start)
@@ -57,7 +58,7 @@ impl RecordedHeap {
 
     /// Undoes a requested free. `None` if the block at `addr` is not pending free.
     pub fn undo_free_requested(&mut self, addr: u64) -> Option<()> {
-        let block = self.blocks.get_mut(&addr).filter(|block| block.state == BlockState::ActivePendingFree)?;
+        let block = self.blocks.get_mut(addr).filter(|block| block.state == BlockState::ActivePendingFree)?;
         block.state = BlockState::ActiveAllocated;
         Some(())
     }
@@ -65,8 +66,9 @@ impl RecordedHeap {
     /// Extends the block in front of the free block at `addr` by `more` bytes of the latter. The end of a block that
     /// was never freed beside another one is known only to within 1 MiB. `None` if `more` is beyond that.
     pub fn extend_block_before(&mut self, addr: u64, more: u64) -> Option<()> {
-        let free = *self.blocks.get(&addr).filter(|block| block.state == BlockState::Inactive && block.bytes > more)?;
-        let (&at, &block) = self.blocks.range(..addr).next_back()?;
+        let free = *self.blocks.get(addr).filter(|block| block.state == BlockState::Inactive && block.bytes > more)?;
+        let before = self.blocks.last_until(addr.checked_sub(1)?)?;
+        let (at, block) = (self.blocks.address(before), *self.blocks.value(before));
         let rest = (block.bytes + more).checked_sub(self.rules.sizes().round(block.requested))?;
         if at + block.bytes != addr || block.segment != free.segment || !self.is_unsplit_rest(block, rest) {
             return None;
