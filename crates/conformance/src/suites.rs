@@ -25,6 +25,7 @@ pub const SUITES: &[Suite] = &[
     Suite::new("allocator", Level::Resources, resources::allocator::CHECKS),
     Suite::new("paged", Level::Resources, resources::paged::CHECKS),
     Suite::new("sleep", Level::Resources, resources::sleep::CHECKS),
+    Suite::new("contents", Level::Resources, resources::contents::CHECKS),
     Suite::new("external", Level::Resources, resources::external::CHECKS),
     Suite::new("generator", Level::Resources, resources::generator::CHECKS),
     Suite::new("handles", Level::Resources, resources::handles::CHECKS),
