@@ -212,6 +212,12 @@ impl Instance {
         Ok(*cell.get_or_init(|| id))
     }
 
+    /// Whether a stream lives as long as this `Instance`: a default stream, or one that was created here. Any other may
+    /// be destroyed by its owner.
+    pub(crate) fn keeps_stream(&self, device: DeviceId, stream: StreamId) -> Result<bool> {
+        Ok(stream == self.default_stream_id(device)? || self.state(device).streams.contain(stream))
+    }
+
     /// Fails if `other` is another `Instance`; `object` is the argument that it came with.
     #[inline]
     pub(crate) fn expect_same(&self, other: &Self, object: &'static str) -> Result<()> {

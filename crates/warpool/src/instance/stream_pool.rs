@@ -6,7 +6,7 @@
 //! Locks: each is a leaf, held while ids are moved, except while the shared streams of one priority are created, when
 //! other users of the same priority wait for them.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 
@@ -28,6 +28,8 @@ pub(super) struct StreamPools {
     device: DeviceId,
     range: OnceLock<PriorityRange>,
     by_priority: [StreamPool; PRIORITIES_MAX],
+    /// All streams that were ever leased: as many as leases existed at the same time at most.
+    leased: Mutex<BTreeSet<StreamId>>,
 }
 
 /// The streams of one priority.
@@ -44,7 +46,7 @@ struct StreamPool {
 
 impl StreamPools {
     pub(super) fn new(device: DeviceId) -> Self {
-        Self { device, range: OnceLock::new(), by_priority: Default::default() }
+        Self { device, range: OnceLock::new(), by_priority: Default::default(), leased: Mutex::default() }
     }
 
     /// The priorities that have pools: at most four, from the least urgent on.
@@ -73,9 +75,19 @@ impl StreamPools {
         let (index, options) = self.pool_of(driver, priority)?;
         let stream = match self.by_priority[index.0].take_idle(driver)? {
             Some(stream) => stream,
-            None => driver.stream_create(self.device, options)?,
+            None => {
+                let stream = driver.stream_create(self.device, options)?;
+                lock(&self.leased).insert(stream);
+                stream
+            }
         };
         Ok((stream, index))
+    }
+
+    /// Whether the stream was created here: it is not destroyed while its [`Instance`](crate::Instance) lives.
+    pub(super) fn contain(&self, stream: StreamId) -> bool {
+        let mut shared = self.by_priority.iter().filter_map(|pool| pool.shared.get());
+        shared.any(|streams| streams.contains(&stream)) || lock(&self.leased).contains(&stream)
     }
 
     /// Returns a leased stream. No driver call.

@@ -6,6 +6,7 @@ mod checkpoint;
 mod history;
 mod out_of_memory;
 mod statistics;
+mod streams;
 mod upstream;
 
 use std::sync::Arc;

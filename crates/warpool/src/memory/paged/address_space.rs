@@ -12,7 +12,7 @@ use crate::memory::SegmentKind;
 use crate::{Error, Instance, Result, lock};
 
 /// Ranges begin and end at multiples of this.
-const STRIPE: u64 = 1 << 30;
+const STRIPE: u64 = 64 << 20;
 
 /// More are not needed: each is at least eight times the device's memory.
 const ARENAS_MAX: usize = 64;
@@ -83,7 +83,7 @@ pub(super) struct AddressSpace {
 impl AddressSpace {
     /// For a device with that much memory.
     pub(super) fn new(bytes_total: u64) -> Self {
-        let arena_bytes = bytes_total.max(STRIPE).next_power_of_two() * 8;
+        let arena_bytes = bytes_total.max(1 << 30).next_power_of_two() * 8;
         Self {
             arena_bytes,
             arenas: std::array::from_fn(|_| OnceLock::new()),

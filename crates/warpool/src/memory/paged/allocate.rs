@@ -24,7 +24,7 @@ impl PagedDevice {
             let (number, cell) = self.heap_for(request.stream, pool)?;
             let mut heap = cell.lock();
             if !heap.is_of(request.stream, pool) {
-                // Its pool was removed, and the heap used again.
+                // It was retired, and may be used again.
                 drop(heap);
                 self.forget_last_heap();
                 continue;
@@ -254,6 +254,8 @@ impl PagedAllocator {
                 Err(error) => Err(error),
             };
             match outcome {
+                // The heap was retired before it got pages: the stream gets another.
+                Err(Error::PoolReleased { .. }) if pool.is_default() => {}
                 Err(error @ (Error::PoolReleased { .. } | Error::UnknownPool { .. })) => {
                     // Another thread may have closed the scope since the request was routed: route it again.
                     let routed = if request.pool.is_none() { device.routed(stream)? } else { pool };

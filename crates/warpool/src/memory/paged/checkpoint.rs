@@ -14,6 +14,7 @@ use super::PagedAllocator;
 use super::address_space::Location;
 use super::biased_lock::BiasedGuard;
 use super::device::{BlockRef, PagedDevice};
+use super::free::Fences;
 use super::heap::{Freed, Heap, State};
 use super::pending::PendingFrees;
 use crate::capture::CaptureStatus;
@@ -113,12 +114,13 @@ impl PagedDevice {
     }
 
     /// Frees what is allocated in the pool, and allocates what the checkpoint recorded. `None`, and nothing changes, if
-    /// more streams use that memory than are `ordered`. Blocks that wait for streams are pushed to `pending`.
+    /// more streams use that memory than are `ordered`. Blocks that wait for streams are pushed to `pending`,
+    /// and heaps whose streams may be destroyed from then on to `ended`.
     fn restore(
         &self,
         checkpoint: &PoolCheckpoint,
         ordered: &BTreeSet<Order>,
-        pending: &mut Vec<BlockRef>,
+        (pending, ended): (&mut Vec<BlockRef>, &mut Vec<u32>),
         details: &EntryDetails,
     ) -> Result<Option<Restored>> {
         let mut heaps = PoolHeaps::lock(self, checkpoint.pool)?;
@@ -128,6 +130,7 @@ impl PagedDevice {
         }
         let (mut freed, mut used) = (Vec::new(), Vec::new());
         for (number, heap) in &mut heaps.0 {
+            let ends = heap.ends();
             let blocks = heap.all_blocks().filter(|(_, block)| block.state() == State::Allocated);
             let blocks: Vec<u32> = blocks.map(|(id, _)| id).filter(|&id| !heap.is_held(id)).collect();
             for id in blocks {
@@ -149,6 +152,7 @@ impl PagedDevice {
                 }
             }
             heap.merge_recent();
+            ended.extend((heap.ends() != ends).then_some(*number));
         }
         freed.sort_unstable();
         used.sort_unstable_by_key(|range| range.start);
@@ -189,7 +193,7 @@ impl PagedAllocator {
         checkpoint.expect_of(self.key)?;
         let device = self.device_without_pending(checkpoint.device())?;
         let details = device.entry_details(StackLevel::State);
-        let (mut ordered, mut pending) = (BTreeSet::new(), Vec::new());
+        let (mut ordered, mut pending, mut ended) = (BTreeSet::new(), Vec::new(), Vec::new());
         let restored = loop {
             let orders = PoolHeaps::lock(device, checkpoint.pool)?.orders(checkpoint);
             for order in orders.difference(&ordered) {
@@ -197,7 +201,7 @@ impl PagedAllocator {
             }
             ordered.extend(orders);
             // Another thread may have recorded a use meanwhile.
-            if let Some(restored) = device.restore(checkpoint, &ordered, &mut pending, &details)? {
+            if let Some(restored) = device.restore(checkpoint, &ordered, (&mut pending, &mut ended), &details)? {
                 break restored;
             }
         };
@@ -206,6 +210,7 @@ impl PagedAllocator {
             restored.allocated.iter().for_each(|&allocation: &Allocation| self.abandon(allocation));
         });
         pending.into_iter().for_each(|key| owner.fence(key));
+        ended.into_iter().for_each(|number| device.end_of_stream(number, Fences::Now, &details));
         if device.shared().tracks_suballocations {
             for allocation in &restored.allocated {
                 self.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);

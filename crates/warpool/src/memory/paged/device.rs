@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use rustc_hash::FxHashMap;
 use warpool_driver::{DeviceId, DevicePtr, Driver, ShareKind, StreamId};
 
+use super::activity::Activity;
 use super::address_space::AddressSpace;
 use super::biased_lock::BiasedLock;
 use super::counters::{Added, Totals};
@@ -18,6 +19,7 @@ use super::heap::Heap;
 use super::heaps::Heaps;
 use super::inactive::{self, Inactive, InactiveStats};
 use super::last_heap::DeviceKey;
+use super::last_work::Owner;
 use super::pages::{PageTable, PageTotals};
 use super::pools::{Pools, SegmentSource};
 use crate::capture::{CaptureSafe, CaptureStatus};
@@ -69,7 +71,7 @@ impl BlockRef {
 #[derive(Debug, Default)]
 struct HeapKeys {
     by_key: FxHashMap<(StreamId, MemPoolId), u32>,
-    /// Heaps of removed pools, to be used again with their addresses.
+    /// Retired heaps, to be used again with their addresses.
     idle: Vec<u32>,
 }
 
@@ -90,6 +92,11 @@ pub(super) struct PagedDevice {
     pub(super) share: Option<ShareKind>,
     key: DeviceKey,
     pub(super) heaps: Heaps,
+    /// Heaps in which something was allocated or freed since pages were last needed.
+    pub(super) activity: Arc<Activity>,
+    /// Locked while an event is recorded in a stream that has memory, so that its owner does not destroy it meanwhile
+    /// (`stream_tail.rs`).
+    pub(super) naming: Mutex<()>,
     by_key: RwLock<HeapKeys>,
     pub(super) space: AddressSpace,
     pub(super) pages: Mutex<PageTable>,
@@ -122,6 +129,8 @@ impl PagedDevice {
             share: properties.share_posix_fd.then_some(ShareKind::PosixFd),
             key: DeviceKey::new(device.id()),
             heaps: Heaps::new(),
+            activity: Arc::default(),
+            naming: Mutex::default(),
             by_key: RwLock::default(),
             space: AddressSpace::new(properties.bytes_total),
             pages: Mutex::new(PageTable::new(slot_bytes)),
@@ -216,21 +225,24 @@ impl PagedDevice {
         if let Some(&heap) = keys.by_key.get(&(stream, pool)) {
             return Ok(heap);
         }
+        let is_kept = self.instance().keeps_stream(self.id, stream)?;
         let mut pools = lock(&self.pools);
         pools.expect_in_use(pool)?;
+        let owner = Owner { stream, stream_raw: handle.raw.0, pool, is_kept };
         let heap = match keys.idle.pop() {
             Some(heap) => {
-                self.heaps.get(heap).lock().set_owner(stream, handle.raw.0, pool);
+                self.heaps.get(heap).lock().set_owner(owner);
                 heap
             }
-            None => self.heaps.push(Heap::new(stream, handle.raw.0, pool)),
+            None => self.heaps.push(Heap::new(owner, self.heaps.len(), Arc::clone(&self.activity))),
         };
         pools.add_heap(pool, heap)?;
         keys.by_key.insert((stream, pool), heap);
         Ok(heap)
     }
 
-    /// A heap of a released pool has nothing mapped any more: it can be used again for another pool.
+    /// No page belongs to a heap any more, and nothing is allocated in it: it can be used again for another stream or
+    /// pool.
     pub(super) fn retire_heap(&self, table: &mut PageTable, number: u32) {
         let mut keys = self.by_key.write().unwrap_or_else(PoisonError::into_inner);
         let (stream, pool) = {
@@ -239,8 +251,9 @@ impl PagedDevice {
         };
         keys.by_key.remove(&(stream, pool));
         keys.idle.push(number);
-        // Nobody's, until it is used again.
-        self.heaps.get(number).lock().pool = MemPoolId { graph: u32::MAX, user: u32::MAX };
+        self.heaps.get(number).lock().set_no_owner();
+        table.bystanders.heap_retired(number);
+        table.index.note_changed(number);
         let (removed, source) = lock(&self.pools).remove_heap(pool, number);
         if removed {
             table.homes.forget_pool(pool);
@@ -279,19 +292,6 @@ impl PagedDevice {
     /// The heap of a stream and pool, if there is one.
     pub(super) fn existing_heap(&self, stream: StreamId, pool: MemPoolId) -> Option<u32> {
         self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied()
-    }
-
-    /// The streams that have heaps, each once.
-    pub(super) fn streams(&self) -> Vec<StreamId> {
-        #[cfg(test)]
-        if super::defect::Defect::ForgetsBystanders.is_on() {
-            return Vec::new();
-        }
-        let keys = self.by_key.read().unwrap_or_else(PoisonError::into_inner);
-        let mut streams: Vec<StreamId> = keys.by_key.keys().map(|&(stream, _)| stream).collect();
-        streams.sort_unstable();
-        streams.dedup();
-        streams
     }
 
     pub(super) fn settings(&self) -> Arc<Settings> {

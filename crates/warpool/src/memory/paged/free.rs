@@ -55,16 +55,22 @@ impl PagedDevice {
                 if let (Outcome::Pending, Some(block)) = (outcome, block) {
                     self.fence(BlockRef { heap: number, block }, Fences::Later, &off);
                 }
+                self.end_of_stream(number, Fences::Later, &off);
             });
             let details = self.entry_details(StackLevel::All);
             unwinds.disarm();
             details
         };
         let mut heap = cell.lock();
+        let ends = heap.ends();
         let (outcome, block) = self.free_found(&mut heap, &find, &details);
+        let may_end = heap.ends() != ends;
         drop(heap);
         if let (Outcome::Pending, Some(block)) = (&outcome, block) {
             self.fence(BlockRef { heap: number, block }, fences, &details);
+        }
+        if may_end {
+            self.end_of_stream(number, fences, &details);
         }
         if !details.is_off() {
             self.report();

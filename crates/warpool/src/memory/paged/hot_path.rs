@@ -8,7 +8,7 @@ use super::device::{BlockRef, PagedDevice};
 use super::heap::{FreedAgain, Heap};
 use crate::Result;
 use crate::memory::report::now_us;
-use crate::memory::{Allocation, Request, SegmentKind};
+use crate::memory::{Allocation, MemPoolId, Request, SegmentKind};
 
 impl PagedDevice {
     /// Frees a block that only its own stream used, in the heap that the thread used last. `false` if it has to be
@@ -54,6 +54,9 @@ impl PagedDevice {
         let (number, cell) = self.heap_of_plain(request)?;
         let time_us = now_us(self.driver());
         let mut heap = cell.lock();
+        if !heap.is_of(request.stream, MemPoolId::DEFAULT) {
+            return None;
+        }
         let block = heap.allocate(request.bytes)?;
         let allocation = heap.allocation(block, self.id, BlockRef { heap: number, block }.pack());
         self.record_plain_allocation(allocation.ptr.0, request.bytes, &heap, time_us);
@@ -88,6 +91,10 @@ impl PagedAllocator {
         }
         let Some((number, cell)) = paged_device.heap_of_plain(request) else { return Again::Other };
         let Some(mut heap) = cell.lock_by_bias() else { return Again::Unbiased(cell, number) };
+        if !heap.is_of(stream, MemPoolId::DEFAULT) {
+            // It was retired, and may be another stream's.
+            return Again::Other;
+        }
         let Some((id, block)) = heap.allocate_again(requested) else { return Again::Search(heap, number) };
         let (ptr, bytes, generation) = (DevicePtr(block.addr()), block.bytes(), block.generation());
         drop(heap);
@@ -168,6 +175,9 @@ fn search(mut heap: BiasedGuard<'_, Heap>, number: u32, request: &Request) -> Op
 #[inline(never)]
 fn allocate_without_bias(cell: &BiasedLock<Heap>, number: u32, request: &Request) -> Option<Allocation> {
     let mut heap = cell.lock();
+    if !heap.is_of(request.stream, MemPoolId::DEFAULT) {
+        return None;
+    }
     let block = heap.allocate(request.bytes)?;
     Some(heap.allocation(block, request.device, BlockRef { heap: number, block }.pack()))
 }

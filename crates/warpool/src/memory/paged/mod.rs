@@ -14,16 +14,24 @@
 //!
 //! # Why this is safe
 //! A page belongs to one address at a time, and only blocks there may use it. It is taken from an address only when all
-//! blocks that touch it are free: so its last uses are in the heap's stream. The same stream's next use is behind them;
-//! another stream first waits for an event behind them. A mapping is undone only after the stream has passed
+//! blocks that touch it are free: so its last uses are in the heap's stream. The same stream's next use is after them;
+//! another stream first waits for an event after them. A mapping is undone only after the stream has passed
 //! (`old_mappings.rs`). Pages of private pools stay where they are while the pool is in use: graphs know their
 //! addresses.
+//!
+//! # Streams that have gone
+//! A stream may be destroyed once nothing is allocated for it, so it is not named from then on: the free of its last
+//! block records an event (`stream_tail.rs`). A heap that was not used for long is retired (`retire.rs`): its pages
+//! belong to no stream any more, and its addresses serve the next one. A request that needs pages looks only at heaps
+//! that were used since the last one, and at those with free pages (`heap_index.rs`).
 
+mod activity;
 mod address_space;
 mod allocate;
 mod allocator;
 mod annotate;
 mod biased_lock;
+mod bystanders;
 mod checkpoint;
 mod contention;
 mod counters;
@@ -34,11 +42,13 @@ mod fill;
 mod fill_memory;
 mod free;
 mod heap;
+mod heap_index;
 mod heaps;
 mod homes;
 mod hot_path;
 mod inactive;
 mod last_heap;
+mod last_work;
 mod mapped_parts;
 mod old_mappings;
 mod page_set;
@@ -50,17 +60,20 @@ mod pools;
 mod private_pools;
 mod process_barrier;
 mod reclaim;
+mod retire;
 mod segments;
 mod shortage;
 mod sleep;
 mod slot;
 mod snapshot;
 pub(in crate::memory) mod spin_lock;
+mod stream_tail;
 mod supply;
 mod sync;
 #[cfg(test)]
 mod tests;
 mod thread_number;
+mod used_heaps;
 mod window;
 
 use std::fmt;
@@ -203,7 +216,7 @@ impl PagedAllocator {
             reserved_bytes: table.bytes_of_pages(),
             active_bytes,
             free_mapped_bytes,
-            spare_bytes: table.spare_pages().iter().map(|&page| table.page_bytes(page)).sum(),
+            spare_bytes: table.spare_pages().map(|page| table.page_bytes(page)).sum(),
             bytes_mapped_twice: table.bytes_mapped_twice(),
             totals: table.totals,
         })
@@ -253,7 +266,7 @@ impl PagedAllocator {
                 heap.check(table.slot_bytes);
                 homes += table.check_heap(number, &heap);
             }
-            let spare: u64 = table.spare_pages().iter().map(|&page| table.page_bytes(page)).sum();
+            let spare: u64 = table.spare_pages().map(|page| table.page_bytes(page)).sum();
             assert_eq!(homes + spare, table.bytes_of_pages(), "every page is somewhere");
         }
     }

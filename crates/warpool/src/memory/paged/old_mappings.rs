@@ -1,15 +1,19 @@
 //! Old mappings: pages that were taken from an address stay mapped there for a while, so that they can be taken back
 //! without a driver call. A page has only so many; the oldest is undone once the stream that used it has passed.
 
-use warpool_driver::{DevicePtr, EventId, StreamId};
+use std::sync::Arc;
+
+use warpool_driver::{DevicePtr, StreamId};
 
 use super::device::PagedDevice;
 use super::pages::{PageId, PageTable, Slot};
 use super::pending::PendingFrees;
 use super::physical::release_physical;
+use super::stream_tail::Tail;
+use super::used_heaps::look_at_used;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
-use crate::{Result, lock};
+use crate::{PooledEvent, Result, lock};
 
 /// At how many addresses a page may be mapped. A program whose sizes come back needs about as many as it has sizes.
 const MAPPED_MAX: usize = 16;
@@ -32,51 +36,62 @@ fn oldest(table: &PageTable, page: PageId) -> Option<Slot> {
     old.next().filter(|_| page.mapped.len() > MAPPED_MAX)
 }
 
-/// The streams whose work may use the addresses of a heap. `None` if captured graphs may: their replays use every
-/// address that the captures used, so mappings stay while the pool is in use.
+/// The streams whose work may use the addresses of a heap beside its own. `None` if captured graphs may: their replays
+/// use every address that the captures used, so mappings stay while the pool is in use.
 fn users_of(device: &PagedDevice, heap: u32) -> Option<Vec<StreamId>> {
-    let (stream, pool) = {
-        let heap = device.heaps.get(heap).lock();
-        (heap.stream, heap.pool)
-    };
+    let pool = device.heaps.get(heap).lock().pool;
     if pool.is_default() {
-        return Some(vec![stream]);
+        return Some(Vec::new());
     }
     let pools = lock(&device.pools);
-    (!pools.has_graphs(pool)).then(|| pools.used_by(pool).into_iter().chain([stream]).collect())
+    (!pools.has_graphs(pool)).then(|| pools.used_by(pool))
 }
 
-/// Records events behind all work that used the pages taken from a heap so far, and behind that of the other streams of
-/// the device (`fill/order.rs` says why); returns the latter. While a capture forbids it, or enough are recorded, that
-/// is left to a later call.
+/// Events after the work of bystanders, but for some streams.
+pub(super) fn bystander_events(
+    device: &PagedDevice,
+    table: &mut PageTable,
+    except: &[StreamId],
+    details: &EntryDetails,
+) -> Vec<(StreamId, Arc<PooledEvent>)> {
+    let record = |heap| device.bystander_tail(heap, details);
+    let is_done = |event: &PooledEvent| {
+        let _safe = device.capture_safe()?;
+        Ok(device.driver().event_query(event.id())?)
+    };
+    table.bystanders.events(except, record, is_done)
+}
+
+/// Records events after all work that used the pages taken from a heap so far, and after that of bystanders; returns
+/// the latter. While a capture forbids it, or enough are recorded, that is left to a later call.
 pub(super) fn record_takes(
     device: &PagedDevice,
     table: &mut PageTable,
     heap: u32,
     details: &EntryDetails,
-) -> Result<Vec<(StreamId, EventId)>> {
-    let mut bystanders = Vec::new();
+) -> Result<Vec<(StreamId, Arc<PooledEvent>)>> {
     if !table.has_takes_to_record(heap) || table.takes_outstanding(heap) >= OUTSTANDING_MAX {
-        return Ok(bystanders);
+        return Ok(Vec::new());
     }
-    let Some(streams) = users_of(device, heap) else { return Ok(bystanders) };
-    let owner = PendingFrees::new(device, details);
-    let others: Vec<StreamId> = device.streams().into_iter().filter(|stream| !streams.contains(stream)).collect();
-    let mut events = Vec::with_capacity(streams.len() + others.len());
-    for &stream in &streams {
-        match stream_fence::record(&owner, stream)? {
-            Recorded::Fenced(event) => events.push(event),
-            Recorded::AlreadyDone => {}
-            Recorded::CaptureActive => return Ok(bystanders),
-        }
-    }
-    bystanders.reserve(others.len());
-    for stream in others {
-        if let Some(event) = stream_fence::record_bystander(&owner, stream)? {
-            bystanders.push((stream, event.id()));
+    let Some(mut known) = users_of(device, heap) else { return Ok(Vec::new()) };
+    let mut events = Vec::new();
+    match device.tail_of(heap, details)? {
+        Tail::Done => {}
+        Tail::Event { event, is_new } => {
             events.push(event);
+            known.extend(is_new.then(|| device.heaps.get(heap).lock().stream));
+        }
+        Tail::Unknown | Tail::CaptureActive => return Ok(Vec::new()),
+    }
+    for &stream in &users_of(device, heap).unwrap_or_default() {
+        match stream_fence::record(&PendingFrees::new(device, details), stream)? {
+            Recorded::Fenced(event) => events.push(Arc::new(event)),
+            Recorded::AlreadyDone => {}
+            Recorded::CaptureActive => return Ok(Vec::new()),
         }
     }
+    let bystanders = bystander_events(device, table, &known, details);
+    events.extend(bystanders.iter().map(|(_, event)| Arc::clone(event)));
     table.takes_recorded(heap, events);
     Ok(bystanders)
 }
@@ -85,25 +100,28 @@ pub(super) fn record_takes(
 /// request would run out of memory. Nothing happens if a capture forbids to wait.
 pub(super) fn wait(device: &PagedDevice, table: &mut PageTable, heap: u32, details: &EntryDetails) -> Result<()> {
     let has_old = table.mappings_of(heap).iter().any(|&(_, _, is_home)| !is_home);
-    let Some(streams) = users_of(device, heap).filter(|_| has_old) else { return Ok(()) };
-    for &stream in &streams {
+    let Some(users) = users_of(device, heap).filter(|_| has_old) else { return Ok(()) };
+    if !device.wait_for_heap(heap, details)? {
+        return Ok(());
+    }
+    for &stream in &users {
         if !stream_fence::wait_for_stream(&PendingFrees::new(device, details), stream)? {
             return Ok(());
         }
     }
-    wait_for_bystanders(device, &streams, details)?;
+    wait_for_bystanders(device, table, details)?;
     table.takes_passed(heap);
     Ok(())
 }
 
-/// Waits for the other streams of the device that can be waited for.
-pub(super) fn wait_for_bystanders(device: &PagedDevice, known: &[StreamId], details: &EntryDetails) -> Result<()> {
-    for stream in device.streams().into_iter().filter(|stream| !known.contains(stream)) {
-        if let Some(event) = stream_fence::record_bystander(&PendingFrees::new(device, details), stream)? {
-            let _safe = device.capture_safe()?;
-            device.driver().event_synchronize(event.id())?;
-        }
+/// Waits for bystanders.
+pub(super) fn wait_for_bystanders(device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
+    look_at_used(device, table);
+    for (_, event) in bystander_events(device, table, &[], details) {
+        let _safe = device.capture_safe()?;
+        device.driver().event_synchronize(event.id())?;
     }
+    table.bystanders.all_done();
     Ok(())
 }
 

@@ -52,7 +52,7 @@ struct Pool {
     /// Whether streams that are not known use it too.
     used_anywhere: bool,
     /// Its heaps.
-    heaps: Vec<u32>,
+    heaps: BTreeSet<u32>,
     /// Once it is released: events behind all work that may use its memory.
     passed: Option<Vec<Arc<PooledEvent>>>,
 }
@@ -190,6 +190,13 @@ impl Pools {
         Ok(())
     }
 
+    /// Work that cannot be named may use a released pool's memory.
+    pub(super) fn set_used_anywhere(&mut self, id: MemPoolId) {
+        if let Some(pool) = self.by_id.get_mut(&id) {
+            pool.used_anywhere = true;
+        }
+    }
+
     /// Released pools that work on streams that are not known may still use.
     pub(super) fn released_used_anywhere(&self) -> Vec<MemPoolId> {
         let is_used = |id: &&MemPoolId| self.by_id.get(id).is_some_and(|pool| pool.used_anywhere);
@@ -206,19 +213,19 @@ impl Pools {
     }
 
     pub(super) fn add_heap(&mut self, id: MemPoolId, heap: u32) -> Result<()> {
-        self.in_use(id)?.heaps.push(heap);
+        self.in_use(id)?.heaps.insert(heap);
         Ok(())
     }
 
     pub(super) fn heaps(&self, id: MemPoolId) -> Result<Vec<u32>> {
-        Ok(self.get(id)?.heaps.clone())
+        Ok(self.get(id)?.heaps.iter().copied().collect())
     }
 
     /// A heap of a released pool has nothing left. The pool is removed with the last. Returns whether it was, and its
     /// source, to be dropped without a lock.
     pub(super) fn remove_heap(&mut self, id: MemPoolId, heap: u32) -> (bool, Option<SegmentSource>) {
         let Some(pool) = self.by_id.get_mut(&id) else { return (false, None) };
-        pool.heaps.retain(|&other| other != heap);
+        pool.heaps.remove(&heap);
         if !pool.heaps.is_empty() || pool.uses.total() > 0 {
             return (false, None);
         }
@@ -230,7 +237,10 @@ impl Pools {
     /// Pools without uses, with their heaps. Not those that unknown streams may still use.
     pub(super) fn released(&self) -> Vec<(MemPoolId, Vec<u32>)> {
         let pools = self.released.iter().filter_map(|&id| Some((id, self.by_id.get(&id)?)));
-        pools.filter(|(_, pool)| !pool.used_anywhere).map(|(id, pool)| (id, pool.heaps.clone())).collect()
+        pools
+            .filter(|(_, pool)| !pool.used_anywhere)
+            .map(|(id, pool)| (id, pool.heaps.iter().copied().collect()))
+            .collect()
     }
 
     pub(super) fn has_released(&self) -> bool {

@@ -13,6 +13,7 @@ use super::pending::PendingFrees;
 use super::physical::release_physical;
 use super::pools::Takeable;
 use super::segments;
+use super::stream_tail::Tail;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
 use crate::memory::{Action, MemPoolId};
@@ -31,9 +32,7 @@ pub(super) fn poll_released(device: &PagedDevice, table: &mut PageTable, details
         }
         let known = lock(&device.pools).passed(pool);
         let Some(events) = known else {
-            let mut streams = lock(&device.pools).used_by(pool);
-            streams.extend(heaps.iter().map(|&heap| device.heaps.get(heap).lock().stream));
-            record_passed(device, pool, streams, details)?;
+            record_passed(device, table, (pool, &heaps), details)?;
             continue;
         };
         let _safe = device.capture_safe()?;
@@ -65,14 +64,14 @@ pub(super) fn wait_for_unknown_users(device: &PagedDevice) -> Result<()> {
     Ok(())
 }
 
+/// Records events after all work that may use the memory of a released pool.
 fn record_passed(
     device: &PagedDevice,
-    pool: MemPoolId,
-    mut streams: Vec<StreamId>,
+    table: &mut PageTable,
+    (pool, heaps): (MemPoolId, &[u32]),
     details: &EntryDetails,
 ) -> Result<()> {
-    streams.sort_unstable();
-    streams.dedup();
+    let mut streams = lock(&device.pools).used_by(pool);
     let mut events = Vec::new();
     for &stream in &streams {
         match stream_fence::record(&PendingFrees::new(device, details), stream)? {
@@ -81,12 +80,40 @@ fn record_passed(
             Recorded::CaptureActive => return Ok(()),
         }
     }
-    for stream in device.streams().into_iter().filter(|stream| !streams.contains(stream)) {
-        let event = stream_fence::record_bystander(&PendingFrees::new(device, details), stream)?;
-        events.extend(event.map(Arc::new));
+    for &heap in heaps {
+        match device.tail_of(heap, details)? {
+            Tail::Done => {}
+            Tail::Event { event, is_new } => {
+                events.push(event);
+                streams.extend(is_new.then(|| device.heaps.get(heap).lock().stream));
+            }
+            Tail::Unknown => {
+                lock(&device.pools).set_used_anywhere(pool);
+                return Ok(());
+            }
+            Tail::CaptureActive => return Ok(()),
+        }
     }
+    let bystanders = old_mappings::bystander_events(device, table, &streams, details);
+    events.extend(bystanders.into_iter().map(|(_, event)| event));
     lock(&device.pools).set_passed(pool, events);
     Ok(())
+}
+
+/// Retires a heap of the default pool in which nothing is allocated, and whose work is done: its pages belong to no
+/// stream any more. They stay mapped, so that the next owner of the heap needs no driver call for them.
+pub(super) fn retire_idle(device: &PagedDevice, table: &mut PageTable, number: u32, details: &EntryDetails) {
+    {
+        let mut heap = device.heaps.get(number).lock();
+        if !heap.is_idle() {
+            return;
+        }
+        heap.merge_recent();
+        for (page, _) in take_free(device, table, &mut heap, u64::MAX, details) {
+            table.put_spare(page);
+        }
+    }
+    device.retire_heap(table, number);
 }
 
 /// Takes all pages out of a heap in which nothing is allocated, and makes it available for another pool.
@@ -129,6 +156,7 @@ fn take_free(
             left = left.saturating_sub(table.page_bytes(page));
             let (start, bytes) = (table.addr(slot), table.page_bytes(page));
             heap.make_hole(block, start, start + bytes);
+            table.index.note_changed(table.range(slot.range).heap);
             table.set_home(page, None);
             device.record(Action::SegmentUnmap, start, bytes, heap, details);
             taken.push((page, slot));
@@ -141,7 +169,7 @@ fn take_free(
 pub(super) fn has_large_pages(device: &PagedDevice) -> bool {
     let table = lock(&device.pages);
     let is_large = |page: PageId| table.page(page).slots > 1;
-    table.spare_pages().iter().any(|&page| is_large(page))
+    table.spare_pages().any(is_large)
         || device.heaps.iter().any(|(_, cell)| {
             let mut heap = cell.lock();
             heap.merge_recent();
@@ -150,35 +178,44 @@ pub(super) fn has_large_pages(device: &PagedDevice) -> bool {
         })
 }
 
-/// Streams that were waited for, and whether a capture forbade it.
+/// What was waited for, and whether a capture forbade it.
 #[derive(Default)]
 struct Waited {
-    by_stream: BTreeMap<StreamId, bool>,
-    /// Whether all others were waited for, too.
+    heaps: BTreeMap<u32, bool>,
+    streams: BTreeMap<StreamId, bool>,
     bystanders: bool,
 }
 
 impl Waited {
-    /// Waits for the work that the stream holds now.
-    fn anew(&mut self, device: &PagedDevice, stream: StreamId, details: &EntryDetails) -> Result<bool> {
-        self.by_stream.remove(&stream);
-        self.for_stream(device, stream, details)
+    /// Waits for the work that may use the memory of a heap now.
+    fn anew(&mut self, device: &PagedDevice, heap: u32, details: &EntryDetails) -> Result<bool> {
+        self.heaps.remove(&heap);
+        self.for_heap(device, heap, details)
     }
 
-    fn for_stream(&mut self, device: &PagedDevice, stream: StreamId, details: &EntryDetails) -> Result<bool> {
-        if let Some(&waited) = self.by_stream.get(&stream) {
+    fn for_heap(&mut self, device: &PagedDevice, heap: u32, details: &EntryDetails) -> Result<bool> {
+        if let Some(&waited) = self.heaps.get(&heap) {
             return Ok(waited);
         }
-        let waited = stream_fence::wait_for_stream(&PendingFrees::new(device, details), stream)?;
-        self.by_stream.insert(stream, waited);
+        let waited = device.wait_for_heap(heap, details)?;
+        self.heaps.insert(heap, waited);
         Ok(waited)
     }
 
-    /// Waits for all streams of the device that were not waited for and that can be.
-    fn for_bystanders(&mut self, device: &PagedDevice, details: &EntryDetails) -> Result<()> {
+    /// Waits for the work that a stream holds now which uses a pool's memory.
+    fn for_user(&mut self, device: &PagedDevice, stream: StreamId, details: &EntryDetails) -> Result<bool> {
+        if let Some(&waited) = self.streams.get(&stream) {
+            return Ok(waited);
+        }
+        let waited = stream_fence::wait_for_stream(&PendingFrees::new(device, details), stream)?;
+        self.streams.insert(stream, waited);
+        Ok(waited)
+    }
+
+    /// Waits for the bystanders that can be waited for.
+    fn for_bystanders(&mut self, device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
         if !self.bystanders {
-            let known: Vec<StreamId> = self.by_stream.keys().copied().collect();
-            old_mappings::wait_for_bystanders(device, &known, details)?;
+            old_mappings::wait_for_bystanders(device, table, details)?;
             self.bystanders = true;
         }
         Ok(())
@@ -207,7 +244,7 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
     let mut outcome = Ok(());
     if pool.is_default() {
         // Those that belong nowhere first: nobody can use them without a driver call.
-        for page in table.spare_pages().to_vec() {
+        for page in table.spare_pages().collect::<Vec<_>>() {
             if excess(table) == 0 {
                 break;
             }
@@ -223,16 +260,12 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
         if excess(table) == 0 {
             break;
         }
-        let (stream, of_pool) = {
-            let heap = device.heaps.get(number).lock();
-            (heap.stream, heap.pool)
-        };
+        let of_pool = device.heaps.get(number).lock().pool;
         let concerned = of_pool == pool || pool.is_default();
-        let Takeable::After(mut streams) = lock(&device.pools).takeable(of_pool) else { continue };
-        streams.push(stream);
+        let Takeable::After(users) = lock(&device.pools).takeable(of_pool) else { continue };
         if concerned && table.has_mappings(number) {
             let most = if target == 0 { u64::MAX } else { excess(table) };
-            release_heap(device, table, number, (&streams, most), &mut waited, details)?;
+            release_heap(device, table, number, (&users, most), &mut waited, details)?;
         }
     }
     table.forget_takes();
@@ -240,12 +273,13 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
     Ok(before.saturating_sub(table.reserved_all().current))
 }
 
-/// Unmaps and releases the free pages of a heap, once `streams` have passed, until they are so many bytes.
+/// Unmaps and releases the free pages of a heap, once its stream and other `users` have passed, until they are so many
+/// bytes.
 fn release_heap(
     device: &PagedDevice,
     table: &mut PageTable,
     number: u32,
-    (streams, most): (&[StreamId], u64),
+    (users, most): (&[StreamId], u64),
     waited: &mut Waited,
     details: &EntryDetails,
 ) -> Result<()> {
@@ -255,9 +289,10 @@ fn release_heap(
         take_free(device, table, &mut heap, most, details)
     };
     // After they were taken: other threads may have used and freed the memory since an earlier wait.
-    let mut passed = Ok(true);
-    for &stream in streams {
-        passed = passed.and_then(|passed| Ok(waited.anew(device, stream, details)? && passed));
+    let mut passed = waited.anew(device, number, details);
+    for &user in users {
+        waited.streams.remove(&user);
+        passed = passed.and_then(|passed| Ok(waited.for_user(device, user, details)? && passed));
     }
     let mut outcome = passed.clone().map(drop);
     for (page, home) in taken {
@@ -276,7 +311,7 @@ fn release_heap(
     if most < u64::MAX {
         return outcome;
     }
-    waited.for_bystanders(device, details)?;
+    waited.for_bystanders(device, table, details)?;
     // Old mappings of pages that are in use elsewhere.
     for (page, slot, is_home) in table.mappings_of(number) {
         if !is_home {
@@ -301,6 +336,7 @@ fn put_back(
     }
     let (start, bytes, kind) = (table.addr(home), table.page_bytes(page), table.range(home.range).kind);
     table.set_home(page, Some(home));
+    table.index.note_changed(number);
     let mut heap = device.heaps.get(number).lock();
     heap.end_hole(kind, start, start + bytes);
     device.record(Action::SegmentMap, start, bytes, &heap, details);
@@ -315,12 +351,11 @@ fn release_page(
     details: &EntryDetails,
 ) -> Result<bool> {
     for slot in table.page(page).mapped.clone() {
-        let stream = device.heaps.get(table.range(slot.range).heap).lock().stream;
-        if !waited.for_stream(device, stream, details)? {
+        if !waited.for_heap(device, table.range(slot.range).heap, details)? {
             return Ok(false);
         }
     }
-    waited.for_bystanders(device, details)?;
+    waited.for_bystanders(device, table, details)?;
     // The home last: if one before it fails the page still has it.
     for slot in table.page(page).mapped.clone() {
         unmap(device, table, page, slot)?;

@@ -111,13 +111,8 @@ impl Fill<'_> {
     /// How much is free in pages that blocks have parts of, in this heap and in those that pages may be taken from.
     fn bytes_in_parts(&self) -> u64 {
         let counts = |number| number == self.request.heap || self.may_take_from(number);
-        let heaps = self.device.heaps.iter().filter(|&(number, _)| counts(number));
-        let in_parts = heaps.map(|(_, cell)| {
-            let mut heap = cell.lock();
-            heap.merge_recent();
-            self.table.bytes_in_parts(&heap)
-        });
-        in_parts.sum()
+        let private = self.table.index.parts_of_private().filter(|&(number, _)| counts(number));
+        self.table.index.bytes_in_parts() + private.map(|(_, bytes)| bytes).sum::<u64>()
     }
 
     /// How much of that there may be before a slot is worth some driver calls.

@@ -126,6 +126,7 @@ impl Fill<'_> {
         let (number, kind) = (self.table.range(slot.range).heap, self.table.range(slot.range).kind);
         self.table.set_home(page, Some(slot));
         self.table.totals.taken -= 1;
+        self.table.index.note_changed(number);
         let mut heap = self.device.heaps.get(number).lock();
         heap.end_hole(kind, start, start + bytes);
         self.device.record(Action::SegmentMap, start, bytes, &heap, self.details);

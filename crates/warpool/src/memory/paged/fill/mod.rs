@@ -21,7 +21,9 @@ mod order;
 mod take;
 mod take_back;
 
-use warpool_driver::{EventId, StreamId};
+use std::sync::Arc;
+
+use warpool_driver::StreamId;
 
 use self::aim::{Aim, FirstWindow};
 use crate::memory::limit::share_of;
@@ -35,11 +37,13 @@ use crate::memory::paged::page_set::PageSet;
 use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::pages::{Mapping, PageId, PageTable, Slot};
 use crate::memory::paged::reclaim;
+use crate::memory::paged::retire;
 use crate::memory::paged::supply::Supply;
+use crate::memory::paged::used_heaps::look_at_used;
 use crate::memory::paged::window::{Wanted, Window};
 use crate::memory::report::EntryDetails;
 use crate::memory::{MemPoolId, OomCause, SegmentKind};
-use crate::{Error, Result, lock};
+use crate::{Error, PooledEvent, Result, lock};
 
 /// Out of memory is an answer, not an error of the call.
 pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
@@ -74,11 +78,13 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
         aim: if request.on_oom { Aim::Fit } else { Aim::FewCalls },
         first: FirstWindow::default(),
         whole_pages: false,
-        ordered_after: None,
+        needs_bystanders: false,
+        ordered_after: Vec::new(),
         recorded: Vec::new(),
     };
     let outcome = fill.run();
     fill.order_after_bystanders();
+    fill.table.index.note_changed(request.heap);
     outcome
 }
 
@@ -99,10 +105,12 @@ struct Fill<'a> {
     first: FirstWindow,
     /// Whether the window has room for the largest pages.
     whole_pages: bool,
-    /// Once pages of another heap were taken: the streams that the request's stream waits for since the last time.
-    ordered_after: Option<Vec<StreamId>>,
-    /// Events behind the work of other streams, recorded after all pages were taken.
-    recorded: Vec<(StreamId, EventId)>,
+    /// Whether pages were taken that another stream used: the request's stream then waits for bystanders, too.
+    needs_bystanders: bool,
+    /// The streams that it waits for since the last time.
+    ordered_after: Vec<StreamId>,
+    /// Events after the work of bystanders, recorded after all pages were taken.
+    recorded: Vec<(StreamId, Arc<PooledEvent>)>,
 }
 
 /// That a window was not filled is an answer too.
@@ -127,7 +135,10 @@ impl Fill<'_> {
             // Another thread may have released the pool: its pages are then given away by whoever locks them next.
             lock(&self.device.pools).expect_in_use(self.request.pool)?;
         }
+        self.table.index.begin_request();
+        look_at_used(self.device, self.table);
         old_mappings::undo_some(self.device, self.table, self.details)?;
+        retire::retire_unused(self.device, self.table, self.request.heap, self.details)?;
         if self.request.on_oom && !self.request.capturing {
             old_mappings::wait(self.device, self.table, self.request.heap, self.details)?;
         }
@@ -135,7 +146,7 @@ impl Fill<'_> {
         reclaim::poll_released(self.device, self.table, self.details)?;
         let pool = self.request.pool;
         if !self.cell.lock().is_of(self.request.stream, pool) {
-            // The pool was removed since the heap was found.
+            // The heap was retired since it was found.
             return Err(Error::PoolReleased { pool });
         }
         self.table.homes.set_pool(self.request.heap, pool);
@@ -213,6 +224,7 @@ impl Fill<'_> {
                 }
                 Unfilled::NotAlone => {
                     self.asks_others = true;
+                    look_at_used(self.device, self.table);
                     self.find_free_elsewhere();
                 }
             }
@@ -354,15 +366,19 @@ impl Fill<'_> {
     }
 
     /// Reserves addresses for the heap: several times as many as it has, or as the request needs. They cost nothing,
-    /// and where there are enough, old mappings need not be undone. `false` if there are none.
+    /// and where there are enough, old mappings need not be undone. The more heaps there are, the less each gets at
+    /// first: each doubling of their number takes as many addresses as the first heaps together. `false` if there are
+    /// none.
     fn reserve_range(&mut self, kind: SegmentKind, bytes: u64) -> Result<bool> {
         const FIRST: [u64; 2] = [1 << 30, 2 << 30];
         const GROWTH: u64 = 7;
+        const FIRST_HEAPS: u32 = 64;
         let has: u64 = self.table.bytes_of_ranges(self.request.heap, kind);
         let most = self.device.bytes_total.next_multiple_of(1 << 30).max(FIRST[1]);
+        let first = FIRST[kind as usize] / u64::from(1 + self.request.heap / FIRST_HEAPS).next_power_of_two();
         let wanted = has
             .saturating_mul(GROWTH)
-            .clamp(FIRST[kind as usize], most)
+            .clamp(first, most)
             .max(bytes.saturating_add(u64::from(2 * PageSizes::SLOTS_MAX) * self.table.slot_bytes));
         let Some((base, bytes)) = self.device.space.reserve(self.device.instance(), wanted)? else { return Ok(false) };
         let number = self.table.add_range(base, bytes, self.request.heap, kind);
@@ -375,7 +391,7 @@ impl Fill<'_> {
 /// The pages that are wholly in free blocks of a heap, if those may be taken, and the spare ones.
 fn find_free_pages(table: &PageTable, heap: &Heap, takes_own: bool, free: &mut PageSet) {
     free.clear_for(table.pages_end());
-    free.extend(table.spare_pages().iter().copied());
+    free.extend(table.spare_pages());
     if takes_own {
         table.add_free_pages(heap, free);
     }

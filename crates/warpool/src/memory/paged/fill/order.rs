@@ -1,49 +1,69 @@
 //! Order between streams: before a stream uses pages of another one, it waits for the work that may still use them. The
 //! device waits, not the host.
 
+use std::sync::Arc;
+
 use warpool_driver::{EventId, EventScope, StreamId};
 
 use super::Fill;
+use crate::Result;
+use crate::memory::paged::old_mappings;
 use crate::memory::paged::pending::PendingFrees;
 use crate::memory::paged::pools::Takeable;
+use crate::memory::paged::stream_tail::Tail;
 use crate::memory::stream_fence::{self, Recorded};
-use crate::{Result, lock};
 
 impl Fill<'_> {
     /// Makes the request's stream wait for the work of another heap, from which pages were just taken. `false` if it
     /// must not be taken from.
     pub(super) fn order_after_heap(&mut self, number: u32) -> Result<bool> {
-        let (stream, pool) = {
-            let heap = self.device.heaps.get(number).lock();
-            (heap.stream, heap.pool)
-        };
-        let takeable = lock(&self.device.pools).takeable(pool);
-        match takeable {
-            Takeable::After(mut streams) => {
-                streams.push(stream);
-                self.order_after(streams)
-            }
+        match self.takeable(number) {
+            Takeable::After(users) => self.order_after(number, users),
             Takeable::OnOom | Takeable::Never => Ok(false),
         }
     }
 
-    /// Makes the request's stream wait for the work that these streams hold now, since pages were just taken that they
-    /// used. `false` if a capture forbids it.
-    pub(super) fn order_after(&mut self, mut streams: Vec<StreamId>) -> Result<bool> {
+    /// Makes the request's stream wait for the work of another heap and of the streams that use its memory beside its
+    /// own, since pages of it were just taken. `false` if a capture forbids it.
+    pub(super) fn order_after(&mut self, number: u32, users: Vec<StreamId>) -> Result<bool> {
         #[cfg(test)]
         if crate::memory::paged::defect::Defect::NoEventBetweenHeaps.is_on() {
             return Ok(true);
         }
-        streams.retain(|&stream| stream != self.request.stream);
-        self.ordered_after = Some(Vec::new());
-        for &stream in &streams {
+        let stream = self.device.heaps.get(number).lock().stream;
+        // What was recorded before this take counts no longer.
+        (self.needs_bystanders, self.ordered_after) = (true, Vec::new());
+        if !self.order_after_users(&users)? {
+            return Ok(false);
+        }
+        self.ordered_after = users;
+        if stream == self.request.stream {
+            return Ok(true);
+        }
+        match self.device.tail_of(number, self.details)? {
+            Tail::Done => Ok(true),
+            Tail::Event { event, is_new } => {
+                self.wait_for(event.id())?;
+                self.ordered_after.extend(is_new.then_some(stream));
+                Ok(true)
+            }
+            Tail::Unknown => {
+                let with_pages = self.table.index.with_pages().map(|(number, _)| number);
+                self.device.wait_for_unknown_work(with_pages.chain([number]))
+            }
+            Tail::CaptureActive => Ok(false),
+        }
+    }
+
+    /// Makes the request's stream wait for the work that these streams hold now. `false` if a capture forbids it.
+    fn order_after_users(&self, streams: &[StreamId]) -> Result<bool> {
+        for &stream in streams.iter().filter(|&&stream| stream != self.request.stream) {
             match stream_fence::record(&PendingFrees::new(self.device, self.details), stream)? {
                 Recorded::Fenced(event) => self.wait_for(event.id())?,
                 Recorded::AlreadyDone => {}
                 Recorded::CaptureActive => return Ok(false),
             }
         }
-        self.ordered_after = Some(streams);
         Ok(true)
     }
 
@@ -51,29 +71,26 @@ impl Fill<'_> {
         Ok(self.device.driver().stream_wait_event(self.request.stream, event, EventScope::Plain)?)
     }
 
-    /// If pages of another heap were taken, makes the request's stream wait for the other streams of the device too. To
-    /// be called at the end, whatever the outcome.
-    ///
-    /// A program should say which streams use a block before it frees it. One that forgets it works with an allocator
-    /// that keeps memory within its stream, as long as that stream is idle: PyTorch's own tests do so. It is no reason
-    /// to fail a request, though: where no event can be recorded, there is none.
+    /// If pages were taken that another stream used, makes the request's stream wait for bystanders, too
+    /// (`bystanders.rs`). To be called at the end, whatever the outcome.
     pub(super) fn order_after_bystanders(&mut self) {
         #[cfg(test)]
         if crate::memory::paged::defect::Defect::NoEventBetweenHeaps.is_on() {
             return;
         }
-        let Some(known) = self.ordered_after.take() else { return };
-        let owner = PendingFrees::new(self.device, self.details);
-        for stream in self.device.streams() {
-            if stream == self.request.stream || known.contains(&stream) {
-                continue;
-            }
-            let waited = match self.recorded.iter().find(|&&(of, _)| of == stream) {
-                Some(&(_, event)) => self.wait_for(event),
-                None => stream_fence::record_bystander(&owner, stream)
-                    .and_then(|event| event.map_or(Ok(()), |event| self.wait_for(event.id()))),
-            };
-            if let Err(error) = waited {
+        if !std::mem::take(&mut self.needs_bystanders) || self.request.capturing {
+            return;
+        }
+        let mut except = std::mem::take(&mut self.ordered_after);
+        except.push(self.request.stream);
+        let recorded = std::mem::take(&mut self.recorded);
+        let mut events: Vec<_> = recorded.into_iter().filter(|(stream, _)| !except.contains(stream)).collect();
+        if events.is_empty() {
+            events = old_mappings::bystander_events(self.device, self.table, &except, self.details);
+        }
+        for (stream, event) in events {
+            let event = Arc::clone(&event);
+            if let Err(error) = self.wait_for(event.id()) {
                 tracing::warn!(%error, %stream, "a stream takes pages without waiting for another one");
             }
         }

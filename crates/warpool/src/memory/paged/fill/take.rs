@@ -54,6 +54,7 @@ impl Fill<'_> {
         while supply.slots_needed > 0
             && let Some(page) = self.table.take_spare(slots_min..=supply.next_max())
         {
+            self.needs_bystanders = true;
             supply.add(page, self.table.page(page).slots, None);
         }
     }
@@ -64,9 +65,8 @@ impl Fill<'_> {
         if self.request.capturing || self.device.heaps.len() < 2 {
             return false;
         }
-        let own = self.free_bytes(self.request.heap);
-        let others = self.device.heaps.iter().map(|(number, _)| number).filter(|&number| number != self.request.heap);
-        others.into_iter().any(|number| self.free_bytes(number) > own.max(bytes) && self.may_take_from(number))
+        let least = self.free_bytes(self.request.heap).max(bytes);
+        self.table.index.with_pages().any(|(number, free)| free > least && self.may_take_from(number))
     }
 
     /// The free memory of a heap, without what is smaller than a page.
@@ -136,34 +136,26 @@ impl Fill<'_> {
         if self.request.capturing {
             return Ok(());
         }
-        for (number, cell) in self.device.heaps.iter() {
+        let with_pages: Vec<u32> = self.table.index.with_pages().map(|(number, _)| number).collect();
+        for number in with_pages {
             if supply.slots_needed == 0 {
                 break;
             }
             if number == self.request.heap {
                 continue;
             }
-            let (stream, pool, has_pages) = {
-                let mut heap = cell.lock();
-                heap.merge_recent();
-                (heap.stream, heap.pool, heap.has_free_from(self.table.slot_bytes))
-            };
-            if !has_pages {
-                continue;
-            }
-            let mut streams = match lock(&self.device.pools).takeable(pool) {
-                Takeable::After(streams) => streams,
+            let users = match self.takeable(number) {
+                Takeable::After(users) => users,
                 Takeable::OnOom if self.request.on_oom => Vec::new(),
                 Takeable::OnOom | Takeable::Never => continue,
             };
-            streams.push(stream);
             // Taken first: the events are then behind all work that ever used the pages.
             let before = supply.clone();
             self.take_from(number, supply, slots_min);
             if supply.pages.len() == before.pages.len() {
                 continue;
             }
-            let ordered = self.order_after(streams);
+            let ordered = self.order_after(number, users);
             if !matches!(ordered, Ok(true)) {
                 let taken = supply.pages.split_off(before.pages.len());
                 *supply = before;
@@ -178,6 +170,9 @@ impl Fill<'_> {
 
     /// These pages, which are in a free block, belong to it no longer. They are sorted by address.
     pub(super) fn take_pages(&mut self, heap: &mut Heap, block: u32, pages: &[(Slot, PageId)]) {
+        if let Some(&(slot, _)) = pages.first() {
+            self.table.index.note_changed(self.table.range(slot.range).heap);
+        }
         let end = |&(slot, page): &(Slot, PageId)| self.table.addr(slot) + self.table.page_bytes(page);
         let neighbours = pages.chunk_by(|before, (slot, _)| end(before) == self.table.addr(*slot));
         // From the end: what is left of the block in front keeps its number.

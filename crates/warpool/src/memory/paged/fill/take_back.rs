@@ -25,8 +25,8 @@ impl Fill<'_> {
 
     /// Inserts those pages into a set with room for all.
     pub(super) fn add_free_elsewhere(&self, free: &mut PageSet) {
-        for (_, cell) in self.device.heaps.iter().filter(|&(number, _)| self.may_take_from(number)) {
-            let mut heap = cell.lock();
+        for (number, _) in self.table.index.with_pages().filter(|&(number, _)| self.may_take_from(number)) {
+            let mut heap = self.device.heaps.get(number).lock();
             heap.merge_recent();
             self.table.add_free_pages(&heap, free);
         }
@@ -51,6 +51,7 @@ impl Fill<'_> {
         let taken = &mut self.memory.taken_back;
         taken.clear_for(self.table.pages_end());
         taken.extend(old.iter().map(|&(_, page)| page).filter(|&page| self.table.take_spare_page(page)));
+        self.needs_bystanders |= !taken.is_empty();
         let mut wanted = std::mem::take(&mut self.memory.wanted);
         wanted.clear();
         let takes_own = self.takes_own();

@@ -60,6 +60,8 @@ impl Heap {
             assert_eq!(self.counters.current(kind), counted, "the statistics agree with the blocks");
         }
         assert_eq!(seen.len(), self.blocks.iter().count(), "every block is in a range");
+        let live = self.blocks.iter().filter(|(_, block)| block.state == State::Allocated).count();
+        assert_eq!(live, self.live as usize, "allocated blocks are counted");
         self.blocks.check();
     }
 }

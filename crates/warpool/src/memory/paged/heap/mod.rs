@@ -15,10 +15,14 @@ mod recent;
 mod segments;
 mod starts;
 
+use std::sync::Arc;
+
 use rustc_hash::FxHashMap;
 use warpool_driver::{DevicePtr, StreamId};
 
+use super::activity::Activity;
 use super::counters::HeapCounters;
+use super::last_work::{LastWork, Owner};
 use crate::memory::report::Stack;
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{Allocation, MemPoolId, SegmentKind};
@@ -49,6 +53,20 @@ pub(super) struct Heap {
     /// The handle of its stream.
     pub(super) stream_raw: u64,
     pub(super) pool: MemPoolId,
+    /// Allocated blocks, without pending ones: while there are any, the stream exists.
+    live: u32,
+    /// 1 if the stream may be destroyed once nothing is allocated: the free of the last block then records an event,
+    /// and does not take the hot path. 0 if not.
+    live_until_end: u32,
+    /// What is known of the stream's last work, once nothing is allocated and the stream may be destroyed.
+    last_work: LastWork,
+    /// How often the last block was freed.
+    ends: u64,
+    /// Whether it is in the list of heaps with allocations and frees.
+    is_listed: bool,
+    /// Its number, and that list.
+    number: u32,
+    activity: Arc<Activity>,
     blocks: Blocks,
     /// Small, large.
     areas: [Area; 2],
@@ -86,11 +104,19 @@ pub(super) enum FreedAgain {
 }
 
 impl Heap {
-    pub(super) fn new(stream: StreamId, stream_raw: u64, pool: MemPoolId) -> Self {
+    pub(super) fn new(owner: Owner, number: u32, activity: Arc<Activity>) -> Self {
+        let Owner { stream, stream_raw, pool, is_kept } = owner;
         Self {
             stream,
             stream_raw,
             pool,
+            live: 0,
+            live_until_end: u32::from(!is_kept),
+            last_work: LastWork::Done,
+            ends: 0,
+            is_listed: false,
+            number,
+            activity,
             blocks: Blocks::default(),
             areas: [SegmentKind::Small, SegmentKind::Large].map(Area::new),
             counters: HeapCounters::default(),
@@ -100,9 +126,76 @@ impl Heap {
     }
 
     /// Makes it the heap of another stream and pool. Nothing is allocated in it.
-    pub(super) fn set_owner(&mut self, stream: StreamId, stream_raw: u64, pool: MemPoolId) {
+    pub(super) fn set_owner(&mut self, owner: Owner) {
         debug_assert!(self.is_idle());
+        let Owner { stream, stream_raw, pool, is_kept } = owner;
         (self.stream, self.stream_raw, self.pool) = (stream, stream_raw, pool);
+        (self.live_until_end, self.last_work) = (u32::from(!is_kept), LastWork::Done);
+    }
+
+    /// Makes it nobody's, until it is used again.
+    pub(super) fn set_no_owner(&mut self) {
+        (self.pool, self.last_work) = (MemPoolId { graph: u32::MAX, user: u32::MAX }, LastWork::Done);
+    }
+
+    /// Lists it: it is the first allocation or free since it was last looked at.
+    #[cold]
+    #[inline(never)]
+    fn list(&mut self) {
+        self.is_listed = true;
+        self.activity.push(self.number);
+    }
+
+    /// It is looked at: the next allocation or free lists it again.
+    pub(super) fn unlist(&mut self) {
+        self.is_listed = false;
+    }
+
+    /// A block was allocated.
+    #[inline(always)]
+    fn note_allocated(&mut self) {
+        self.live += 1;
+        if !self.is_listed {
+            self.list();
+        }
+    }
+
+    /// A block was freed that is not the last one of a stream that may end.
+    #[inline(always)]
+    fn note_freed(&mut self) {
+        self.live -= 1;
+        if !self.is_listed {
+            self.list();
+        }
+    }
+
+    /// Whether the next free is the last: after it the owner may destroy the stream.
+    #[inline(always)]
+    fn is_last_free(&self) -> bool {
+        self.live == self.live_until_end
+    }
+
+    /// What is known of the work that used this heap's memory, if its stream may be destroyed by now; `None` if the
+    /// stream exists.
+    pub(super) fn last_work(&self) -> Option<&LastWork> {
+        (self.live < self.live_until_end).then_some(&self.last_work)
+    }
+
+    /// How often the last block was freed.
+    pub(super) fn ends(&self) -> u64 {
+        self.ends
+    }
+
+    /// Stores what is known of the last work, unless the last block was freed again since the time of `ends`.
+    pub(super) fn set_last_work(&mut self, ends: u64, last_work: LastWork) {
+        if self.ends == ends {
+            self.last_work = last_work;
+        }
+    }
+
+    /// Whether nothing is allocated.
+    pub(super) fn has_no_live(&self) -> bool {
+        self.live == 0
     }
 
     /// Whether it is the heap of this stream and pool.
@@ -134,6 +227,12 @@ impl Heap {
         let (id, block) = self.areas[kind as usize].take_again(&mut self.blocks, requested, bytes)?;
         block.state = State::Allocated;
         self.counters.allocated_again(kind, bytes, requested);
+        self.live += 1;
+        if !self.is_listed {
+            // Not by `list`: the block is borrowed.
+            self.is_listed = true;
+            self.activity.push(self.number);
+        }
         Some((id, block))
     }
 
@@ -159,6 +258,7 @@ impl Heap {
 
     #[inline(always)]
     fn mark_allocated(&mut self, id: u32, requested: u64) {
+        self.note_allocated();
         let block = self.blocks.get_mut(id);
         block.state = State::Allocated;
         block.requested = requested;
@@ -223,6 +323,11 @@ impl Heap {
 
     /// Frees an allocated block.
     pub(super) fn free(&mut self, id: u32) -> Freed {
+        if self.is_last_free() {
+            self.ends += 1;
+            self.last_work = LastWork::Unknown;
+        }
+        self.note_freed();
         let block = self.blocks.get_mut(id);
         block.generation = block.generation.wrapping_add(1);
         if !block.has_uses {
@@ -237,8 +342,8 @@ impl Heap {
         Freed::Pending
     }
 
-    /// Frees the allocated block that starts at `addr`, unless a graph holds it or other streams use it. Returns the
-    /// size that was requested if it did.
+    /// Frees the allocated block that starts at `addr`, unless a graph holds it, other streams use it, or it is the
+    /// last of a stream that may then be destroyed. Returns the size that was requested if it did.
     #[inline(always)]
     pub(super) fn free_plain(&mut self, kind: SegmentKind, range: u32, addr: u64) -> Option<u64> {
         let id = self.areas[kind as usize].started_at(range, addr)?;
@@ -253,7 +358,7 @@ impl Heap {
         let Some(id) = area.started_at(range, addr) else { return FreedAgain::Refused };
         let Some(block) = self.blocks.try_get_mut(id) else { return FreedAgain::Refused };
         let is_plain = block.addr == addr && block.is_plain() && self.stacks.is_empty();
-        if !is_plain {
+        if !is_plain || self.live == self.live_until_end {
             return FreedAgain::Refused;
         }
         let (prev, next) = (block.prev, block.next);
@@ -261,6 +366,7 @@ impl Heap {
             return FreedAgain::Crowded(id);
         }
         block.generation = block.generation.wrapping_add(1);
+        self.note_freed();
         // When it is merged, they are looked at.
         self.blocks.prefetch(prev);
         self.blocks.prefetch(next);
@@ -270,8 +376,9 @@ impl Heap {
     /// The same of a block that may be allocated.
     #[inline(always)]
     pub(super) fn free_plain_block(&mut self, id: u32) -> Option<u64> {
+        let is_last = self.is_last_free();
         let block = self.blocks.get_mut(id);
-        if !block.is_plain() || !self.stacks.is_empty() {
+        if !block.is_plain() || !self.stacks.is_empty() || is_last {
             return None;
         }
         block.generation = block.generation.wrapping_add(1);
@@ -281,6 +388,7 @@ impl Heap {
         self.blocks.prefetch(next);
         let block = self.blocks.get(id);
         self.areas[block.kind as usize].put_recent(&mut self.blocks, id, true, &mut self.counters);
+        self.note_freed();
         Some(requested)
     }
 
@@ -293,6 +401,9 @@ impl Heap {
         self.uses.remove(&id);
         self.stacks.remove(&id);
         self.areas[kind as usize].put_recent(&mut self.blocks, id, false, &mut self.counters);
+        if !self.is_listed {
+            self.list();
+        }
     }
 
     #[inline]
@@ -377,11 +488,6 @@ impl Heap {
     /// Calls `each` with every free block of the large ones' area.
     pub(super) fn large_free_blocks(&self, each: impl FnMut(u32)) {
         self.areas[SegmentKind::Large as usize].free_at_least(&self.blocks, GRAIN).for_each(each);
-    }
-
-    /// Whether a free block may contain a whole page.
-    pub(super) fn has_free_from(&self, bytes: u64) -> bool {
-        self.areas.iter().any(|area| area.free_at_least(&self.blocks, bytes).next().is_some())
     }
 
     /// The sum of the free blocks that a page may fit into.

@@ -1,7 +1,7 @@
 //! What must always hold.
 
 use super::super::heap::{Heap, State};
-use super::{MappedByChunk, Mapping, Page, PagePart, PageTable, Slot};
+use super::{MappedByChunk, Mapping, Page, PageId, PagePart, PageTable, Slot};
 use crate::memory::SegmentKind;
 
 impl PageTable {
@@ -60,9 +60,10 @@ impl PageTable {
         for &(page, slot) in &self.old {
             assert!(self.is_old_mapping(page, slot), "page {page} at {slot:?} is an old mapping");
         }
+        let spare: std::collections::BTreeSet<PageId> = self.spare_pages().collect();
         for (id, page) in (0..).zip(&self.pages) {
             let homeless = page.as_ref().is_some_and(|page| page.home.is_none());
-            assert_eq!(homeless, self.spare.contains(&id), "a page belongs somewhere or is spare");
+            assert_eq!(homeless, spare.contains(&id), "a page belongs somewhere or is spare");
         }
     }
 }

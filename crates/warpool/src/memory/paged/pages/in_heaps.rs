@@ -2,7 +2,7 @@
 
 use super::super::heap::Heap;
 use super::super::page_set::PageSet;
-use super::{Mapping, PageId, PagePart, PageTable, RangeMap, Slot, SlotRange, SlotState};
+use super::{Mapping, PageId, PagePart, PageTable, Slot, SlotRange, SlotState};
 use crate::memory::SegmentKind;
 
 impl PageTable {
@@ -58,7 +58,7 @@ impl PageTable {
     /// Every mapping in the ranges of a heap: the page, its first slot, and whether it belongs there.
     pub(in crate::memory::paged) fn mappings_of(&self, heap: u32) -> Vec<(PageId, Slot, bool)> {
         let mut mappings = Vec::new();
-        for (range, map) in (0..).zip(&self.ranges).filter(|(_, map)| map.heap == heap) {
+        for (range, map) in self.ranges_of(heap) {
             for (index, state) in (0..).zip(&map.slots) {
                 if let Mapping::Page(PagePart { page, part: 0, is_home, .. }) = state.mapping() {
                     mappings.push((page, Slot { range, index }, is_home));
@@ -69,19 +69,17 @@ impl PageTable {
     }
 
     pub(in crate::memory::paged) fn has_mappings(&self, heap: u32) -> bool {
-        let of_heap = self.ranges.iter().filter(|map| map.heap == heap);
-        of_heap.flat_map(|map| &map.slots).any(|state| !state.is_unmapped())
+        self.ranges_of(heap).flat_map(|(_, map)| &map.slots).any(|state| !state.is_unmapped())
     }
 
     /// Whether nothing is behind the ranges of a heap, neither pages nor segments.
     pub(in crate::memory::paged) fn is_unmapped(&self, heap: u32) -> bool {
-        let has_segment = |map: &RangeMap| map.heap == heap && map.segment.is_some();
-        !self.has_mappings(heap) && !self.ranges.iter().any(has_segment)
+        !self.has_mappings(heap) && !self.ranges_of(heap).any(|(_, map)| map.segment.is_some())
     }
 
     /// The bytes of addresses that a heap has for a kind of blocks.
     pub(in crate::memory::paged) fn bytes_of_ranges(&self, heap: u32, kind: SegmentKind) -> u64 {
-        let of_heap = self.ranges.iter().filter(|range| range.heap == heap && range.kind == kind);
-        of_heap.map(|range| range.bytes).sum()
+        let of_kind = self.ranges_of(heap).filter(|(_, range)| range.kind == kind);
+        of_kind.map(|(_, range)| range.bytes).sum()
     }
 }

@@ -16,7 +16,9 @@ use rustc_hash::FxHashMap;
 use warpool_driver::PhysicalId;
 
 use self::takes::Takes;
+use super::bystanders::Bystanders;
 use super::contention::Contention;
+use super::heap_index::HeapIndex;
 use super::homes::{Home, HomeCounters};
 use super::page_set::PageSet;
 use super::page_sizes::PageSizes;
@@ -37,6 +39,8 @@ pub(super) struct Page {
     pub(super) home: Option<Slot>,
     /// Where it is mapped, the oldest first; with its home, if it has one.
     pub(super) mapped: Vec<Slot>,
+    /// Where it is in the list of spare pages of its size, if it is one.
+    spare_at: Option<usize>,
 }
 
 /// A range of addresses and what is mapped in it.
@@ -67,6 +71,8 @@ pub(super) struct PageTable {
     /// How many pages there are of 1, 2 and 4 slots.
     count_by_slots: [usize; 3],
     ranges: Vec<RangeMap>,
+    /// Numbers of ranges, by heap.
+    ranges_of: FxHashMap<u32, Vec<u32>>,
     /// Numbers of removed segments, to be used again.
     unused_ranges: Vec<u32>,
     /// Bytes of segments, and those that sources are being asked for.
@@ -74,8 +80,9 @@ pub(super) struct PageTable {
     calls_bytes: u64,
     /// Bytes of segments whose memory sleeps.
     pub(super) bytes_asleep: u64,
-    /// Pages that belong nowhere and that no work uses. Old mappings of them may be left.
-    spare: Vec<PageId>,
+    /// Pages of 1, 2 and 4 slots that belong nowhere and that no work uses, but for bystanders' (`bystanders.rs`). Old
+    /// mappings of them may be left.
+    spare: [Vec<PageId>; 3],
     /// Old mappings to be undone: each is mapped, and its page does not belong there.
     pub(super) old: VecDeque<(PageId, Slot)>,
     /// By heap.
@@ -88,6 +95,8 @@ pub(super) struct PageTable {
     pub(super) reserved: StatByKind,
     pub(super) homes: HomeCounters,
     pub(super) contention: Contention,
+    pub(super) index: HeapIndex,
+    pub(super) bystanders: Bystanders,
     pub(super) totals: PageTotals,
 }
 
@@ -132,11 +141,12 @@ impl PageTable {
             with_old: PageSet::default(),
             count_by_slots: [0; 3],
             ranges: Vec::new(),
+            ranges_of: FxHashMap::default(),
             unused_ranges: Vec::new(),
             segment_bytes: 0,
             bytes_asleep: 0,
             calls_bytes: 0,
-            spare: Vec::new(),
+            spare: Default::default(),
             old: VecDeque::new(),
             takes: FxHashMap::default(),
             to_release: Vec::new(),
@@ -144,6 +154,8 @@ impl PageTable {
             reserved: StatByKind::default(),
             homes: HomeCounters::default(),
             contention: Contention::default(),
+            index: HeapIndex::default(),
+            bystanders: Bystanders::default(),
             totals: PageTotals::default(),
         }
     }
@@ -170,12 +182,22 @@ impl PageTable {
     }
 
     fn push_range(&mut self, range: RangeMap) -> u32 {
-        if let Some(number) = self.unused_ranges.pop() {
+        let heap = range.heap;
+        let number = if let Some(number) = self.unused_ranges.pop() {
             self.ranges[number as usize] = range;
-            return number;
-        }
-        self.ranges.push(range);
-        u32::try_from(self.ranges.len() - 1).expect("few ranges")
+            number
+        } else {
+            self.ranges.push(range);
+            u32::try_from(self.ranges.len() - 1).expect("few ranges")
+        };
+        self.ranges_of.entry(heap).or_default().push(number);
+        number
+    }
+
+    /// The ranges of a heap, with their numbers, in the order in which it got them.
+    fn ranges_of(&self, heap: u32) -> impl Iterator<Item = (u32, &RangeMap)> {
+        let numbers = self.ranges_of.get(&heap).into_iter().flatten();
+        numbers.map(|&number| (number, self.range(number)))
     }
 
     /// Ranges have lower numbers.
@@ -238,7 +260,7 @@ impl PageTable {
 
     /// A new page, which is mapped nowhere.
     pub(super) fn add(&mut self, physical: PhysicalId, slots: u32) -> PageId {
-        let page = Some(Page { physical, slots, home: None, mapped: Vec::new() });
+        let page = Some(Page { physical, slots, home: None, mapped: Vec::new(), spare_at: None });
         self.totals.created += 1;
         self.count_by_slots[slots.ilog2() as usize] += 1;
         self.reserved.increase(SegmentKind::Large, u64::from(slots) * self.slot_bytes);
@@ -263,24 +285,34 @@ impl PageTable {
 
     /// Takes a spare page of so many slots, the largest.
     pub(super) fn take_spare(&mut self, slots: std::ops::RangeInclusive<u32>) -> Option<PageId> {
-        let at = (0..self.spare.len()).filter(|&at| slots.contains(&self.page(self.spare[at]).slots));
-        let largest = at.max_by_key(|&at| self.page(self.spare[at]).slots)?;
-        Some(self.spare.swap_remove(largest))
+        let sizes = (0..self.spare.len()).rev().filter(|&size| slots.contains(&(1 << size)));
+        let page = sizes.into_iter().find_map(|size| self.spare[size].last().copied())?;
+        self.take_spare_page(page);
+        Some(page)
     }
 
     /// Takes this page, if it is a spare one.
     pub(super) fn take_spare_page(&mut self, id: PageId) -> bool {
-        let at = self.spare.iter().position(|&spare| spare == id);
-        at.map(|at| self.spare.swap_remove(at)).is_some()
+        let Some(at) = self.page_mut(id).spare_at.take() else { return false };
+        let size = self.page(id).slots.ilog2() as usize;
+        self.spare[size].swap_remove(at);
+        if let Some(&moved) = self.spare[size].get(at) {
+            self.page_mut(moved).spare_at = Some(at);
+        }
+        true
     }
 
     pub(super) fn put_spare(&mut self, id: PageId) {
-        debug_assert!(self.page(id).home.is_none() && !self.spare.contains(&id));
-        self.spare.push(id);
+        debug_assert!(self.page(id).home.is_none() && self.page(id).spare_at.is_none());
+        let list =
+            &mut self.spare[self.pages[id as usize].as_ref().expect("a page that exists").slots.ilog2() as usize];
+        list.push(id);
+        let at = list.len() - 1;
+        self.page_mut(id).spare_at = Some(at);
     }
 
-    pub(super) fn spare_pages(&self) -> &[PageId] {
-        &self.spare
+    pub(super) fn spare_pages(&self) -> impl Iterator<Item = PageId> {
+        self.spare.iter().flatten().copied()
     }
 
     /// A page was mapped at a slot.

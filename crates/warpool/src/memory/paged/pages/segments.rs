@@ -29,6 +29,9 @@ impl PageTable {
         let map = &mut self.ranges[number as usize];
         let (bytes, heap, kind) = (map.bytes, std::mem::replace(&mut map.heap, u32::MAX), map.kind);
         let source = map.segment.take();
+        if let Some(ranges) = self.ranges_of.get_mut(&heap) {
+            ranges.retain(|&other| other != number);
+        }
         self.segment_bytes -= bytes;
         self.reserved.decrease(kind, bytes);
         self.homes.removed(Home { heap, kind, bytes, neighbours: 0 });

@@ -1,6 +1,7 @@
 //! Which takes of pages their streams have passed: old mappings may be undone then.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use super::{PageId, PageTable, PassedTakes, Slot};
 use crate::PooledEvent;
@@ -12,7 +13,7 @@ pub(super) struct Takes {
     /// The number of takes since the last event.
     pub(super) current: u64,
     /// Events, with the numbers of takes that they are behind.
-    recorded: VecDeque<(u64, Vec<PooledEvent>)>,
+    recorded: VecDeque<(u64, Vec<Arc<PooledEvent>>)>,
     /// The highest number that has passed.
     passed: u64,
     /// Whether there were takes since the last event.
@@ -35,7 +36,7 @@ impl Takes {
 
 impl PageTable {
     /// Events were recorded behind all work that used the pages taken from a heap so far.
-    pub(in crate::memory::paged) fn takes_recorded(&mut self, heap: u32, events: Vec<PooledEvent>) {
+    pub(in crate::memory::paged) fn takes_recorded(&mut self, heap: u32, events: Vec<Arc<PooledEvent>>) {
         let takes = self.takes.entry(heap).or_default();
         takes.recorded.push_back((takes.current, events));
         takes.begin_next();

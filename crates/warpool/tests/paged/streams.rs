@@ -1,0 +1,237 @@
+//! Streams that come and go: the owner of a stream may destroy it once all memory of it is freed, and streams that have
+//! gone cost nothing.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use warpool::driver::decorate::Counting;
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{
+    Copies as _, DeviceId, Devices as _, ForeignStream, Pattern, StreamId, StreamOptions, Streams as _,
+};
+use warpool::memory::{Allocate as _, DeviceAllocator, PagedAllocator, Request, Settings};
+use warpool::{Device, Instance, Stream};
+use warpool_testing::{Rng, seeds};
+
+use crate::MIB;
+
+const DEVICE: DeviceId = DeviceId(0);
+
+/// A device whose calls are counted.
+struct Counted {
+    sim: Arc<SimDriver>,
+    counting: Arc<Counting>,
+    device: Device,
+    paged: Arc<PagedAllocator>,
+    allocator: Arc<dyn DeviceAllocator>,
+}
+
+impl Counted {
+    fn new(capacity: u64) -> Self {
+        Self::with(SimConfig::default().with_capacity(capacity))
+    }
+
+    fn with(config: SimConfig) -> Self {
+        let sim = Arc::new(SimDriver::new(config));
+        let counting = Arc::new(Counting::new(sim.clone()));
+        let instance = Instance::new(counting.clone()).unwrap();
+        let paged = Arc::new(PagedAllocator::new(&instance, Settings::default()).unwrap());
+        Self { sim, counting, device: instance.device(0).unwrap(), allocator: paged.clone(), paged }
+    }
+
+    /// A stream that was created elsewhere, and its id for its creator.
+    fn foreign(&self) -> (Stream, StreamId) {
+        let theirs = self.sim.create_foreign_stream(DEVICE, StreamOptions::default()).unwrap();
+        let raw = self.sim.stream_handle(theirs).unwrap().raw;
+        // SAFETY: a stream of the simulation, which is destroyed after all memory of it was freed.
+        (Stream::external(&self.device, unsafe { ForeignStream::new(raw) }).unwrap(), theirs)
+    }
+
+    /// Allocates, writes a part, and frees by a call.
+    fn use_memory(&self, stream: &Stream, bytes: u64) {
+        let block = self.paged.allocate_raw(Request::new(DEVICE, stream.id(), bytes)).unwrap();
+        self.sim.fill(block.ptr, Pattern::U8(1), bytes.min(4096), stream.id()).unwrap();
+        self.paged.free_raw(block.ptr).unwrap();
+    }
+
+    /// Driver calls of `act`.
+    fn calls(&self, act: impl FnOnce()) -> u64 {
+        self.counting.reset();
+        act();
+        self.counting.counts().iter().map(|count| count.calls).sum()
+    }
+
+    #[track_caller]
+    fn expect_no_hazards(&self) {
+        self.sim.device_synchronize(DEVICE).unwrap();
+        let hazards = self.sim.hazards();
+        assert!(hazards.is_empty(), "{} hazards; the first is: {}", hazards.len(), hazards[0]);
+        self.paged.check();
+    }
+}
+
+/// Whether the last block is freed by a call, which may call the driver, or dropped, which may not.
+#[derive(Clone, Copy, Debug)]
+enum Free {
+    Call,
+    Drop,
+}
+
+#[test]
+fn a_destroyed_stream_is_never_named_again() {
+    for free in [Free::Call, Free::Drop] {
+        let gpu = Counted::new(4 << 30);
+        let gone: Vec<_> = (0..50).map(|_| gpu.foreign()).collect();
+        for (stream, _) in &gone {
+            match free {
+                Free::Call => gpu.use_memory(stream, 64 * MIB),
+                Free::Drop => drop(gpu.allocator.allocate(64 * MIB, stream).unwrap()),
+            }
+        }
+        gone.iter().for_each(|(_, theirs)| gpu.sim.stream_destroy(*theirs).unwrap());
+        let streams = [gpu.device.pool_stream().unwrap(), gpu.device.pool_stream().unwrap()];
+        for round in 0..200 {
+            gpu.use_memory(&streams[round % 2], 64 * MIB);
+        }
+        println!("{free:?}");
+        gpu.expect_no_hazards();
+        assert_eq!(gpu.paged.page_stats(DEVICE).unwrap().reserved_bytes, 64 * MIB, "pages of gone streams are used");
+        gpu.paged.trim_to(DEVICE, 0).unwrap();
+        gpu.expect_no_hazards();
+        assert_eq!(gpu.paged.page_stats(DEVICE).unwrap().reserved_bytes, 0);
+    }
+}
+
+#[test]
+fn work_of_a_destroyed_stream_is_waited_for() {
+    let gpu = Counted::new(4 << 30);
+    let (stream, theirs) = gpu.foreign();
+    let other = gpu.device.pool_stream().unwrap();
+    gpu.sim.pause_stream(stream.id()).unwrap();
+    gpu.use_memory(&stream, 64 * MIB);
+    gpu.use_memory(&other, 64 * MIB);
+    assert!(!gpu.sim.stream_query(other.id()).unwrap(), "it waits for the paused stream");
+    gpu.sim.resume_stream(stream.id()).unwrap();
+    gpu.sim.stream_destroy(theirs).unwrap();
+    gpu.use_memory(&other, 128 * MIB);
+    gpu.expect_no_hazards();
+}
+
+#[test]
+fn addresses_of_streams_that_have_gone_are_used_again() {
+    let gpu = Counted::with(SimConfig::default().with_capacity(16 << 30).without_suballocation_tracking());
+    for _ in 0..100_000 {
+        let (stream, theirs) = gpu.foreign();
+        gpu.use_memory(&stream, 1000);
+        gpu.use_memory(&stream, 3 * MIB);
+        gpu.sim.stream_destroy(theirs).unwrap();
+    }
+    gpu.expect_no_hazards();
+    let reserved = gpu.paged.page_stats(DEVICE).unwrap().reserved_bytes;
+    assert!(reserved <= 128 * MIB, "{} MiB reserved", reserved / MIB);
+}
+
+#[test]
+fn thousands_of_streams_have_memory_at_once() {
+    let gpu = Counted::with(SimConfig::default().with_capacity(16 << 30).without_suballocation_tracking());
+    let streams: Vec<_> = (0..4_000).map(|_| gpu.foreign()).collect();
+    let request = |(stream, _): &(Stream, StreamId)| Request::new(DEVICE, stream.id(), 1000);
+    let blocks: Vec<_> = streams.iter().map(|stream| gpu.paged.allocate_raw(request(stream)).unwrap()).collect();
+    blocks.iter().for_each(|block| gpu.paged.free_raw(block.ptr).unwrap());
+    streams.iter().for_each(|(_, theirs)| gpu.sim.stream_destroy(*theirs).unwrap());
+    let stream = gpu.device.pool_stream().unwrap();
+    gpu.use_memory(&stream, 12 << 30);
+    gpu.expect_no_hazards();
+}
+
+/// The driver calls of an allocation that takes pages of another stream, beside so many others.
+fn calls_beside(count: usize, set_up: fn(&Counted, usize)) -> u64 {
+    let gpu = Counted::with(SimConfig::default().with_capacity(64 << 30).without_suballocation_tracking());
+    set_up(&gpu, count);
+    let streams = [gpu.device.pool_stream().unwrap(), gpu.device.pool_stream().unwrap()];
+    let mut round = (0..).map(|round| gpu.use_memory(&streams[round % 2], 64 * MIB));
+    // The first ones take pages of those that have gone, and retire their heaps.
+    (0..200).for_each(|_| round.next().unwrap());
+    let calls = gpu.calls(|| (0..100).for_each(|_| round.next().unwrap())) / 100;
+    gpu.sim.device_synchronize(DEVICE).unwrap();
+    calls
+}
+
+fn gone(gpu: &Counted, count: usize) {
+    let streams: Vec<_> = (0..count).map(|_| gpu.foreign()).collect();
+    streams.iter().for_each(|(stream, _)| gpu.use_memory(stream, 4 * MIB));
+    streams.iter().for_each(|(_, theirs)| gpu.sim.stream_destroy(*theirs).unwrap());
+}
+
+fn idle_with_memory(gpu: &Counted, count: usize) {
+    for _ in 0..count {
+        let (stream, _) = gpu.foreign();
+        gpu.paged.allocate_raw(Request::new(DEVICE, stream.id(), 1000)).unwrap();
+    }
+}
+
+#[test]
+fn streams_that_have_gone_or_do_nothing_cost_no_driver_calls() {
+    for (name, set_up) in [("gone", gone as fn(&Counted, usize)), ("idle", idle_with_memory)] {
+        let [none, many] = [0, 1000].map(|count| calls_beside(count, set_up));
+        println!("{name}: {none} calls an allocation beside none, {many} beside 1,000");
+        assert!(many <= none + 1, "{name}: {none} calls beside none, {many} beside 1,000");
+    }
+}
+
+/// The driver calls of an allocation if so many streams take pages from each other.
+fn calls_in_turns(count: usize) -> u64 {
+    let gpu = Counted::with(SimConfig::default().with_capacity(64 << 30).without_suballocation_tracking());
+    let streams: Vec<_> = (0..count).map(|_| gpu.foreign().0).collect();
+    streams.iter().for_each(|stream| gpu.use_memory(stream, 64 * MIB));
+    gpu.calls(|| streams.iter().for_each(|stream| gpu.use_memory(stream, 64 * MIB))) / count as u64
+}
+
+#[test]
+fn what_streams_cost_that_take_pages_from_each_other_is_bounded() {
+    let calls = [2, 10, 100, 1000].map(calls_in_turns);
+    println!("2, 10, 100, 1,000 streams: {calls:?} calls an allocation");
+    assert!(calls.iter().all(|&calls| calls <= 150), "{calls:?}");
+}
+
+/// Streams come and go at random, some with work that runs long after they were destroyed.
+#[test]
+fn random_streams_come_and_go() {
+    for seed in seeds(30) {
+        println!("seed: {seed}");
+        let mut rng = Rng::new(seed);
+        let gpu = Counted::new(1 << 30);
+        let kept = gpu.device.pool_stream().unwrap();
+        let mut streams: Vec<(Stream, Option<StreamId>)> = vec![(kept, None)];
+        let mut live = vec![VecDeque::new()];
+        for _ in 0..300 {
+            let at = rng.below(streams.len());
+            match rng.below(8) {
+                0 => {
+                    let (stream, theirs) = gpu.foreign();
+                    streams.push((stream, Some(theirs)));
+                    live.push(VecDeque::new());
+                }
+                1 if streams[at].1.is_some() && live[at].is_empty() => {
+                    gpu.sim.stream_destroy(streams.swap_remove(at).1.unwrap()).unwrap();
+                    live.swap_remove(at);
+                }
+                2..=4 if live[at].len() < 3 => {
+                    let bytes = (1 + rng.u64_below(24)) * MIB;
+                    let Ok(block) = gpu.allocator.allocate(bytes, &streams[at].0) else { continue };
+                    gpu.sim.fill(block.ptr(), Pattern::U8(1), 4096, streams[at].0.id()).unwrap();
+                    live[at].push_back(block);
+                }
+                5 => drop(live[at].pop_front()),
+                6 => {
+                    if let Some(block) = live[at].pop_front() {
+                        gpu.allocator.free(block.into_raw()).unwrap();
+                    }
+                }
+                _ => {}
+            }
+        }
+        live.clear();
+        gpu.expect_no_hazards();
+    }
+}
