@@ -283,8 +283,7 @@ impl PagedDevice {
 
     /// The streams that have heaps, each once.
     pub(super) fn streams(&self) -> Vec<StreamId> {
-        #[cfg(test)]
-        if super::defect::Defect::ForgetsBystanders.is_on() {
+        if crate::defect::Defect::ForgetsBystanders.is_on() {
             return Vec::new();
         }
         let keys = self.by_key.read().unwrap_or_else(PoisonError::into_inner);

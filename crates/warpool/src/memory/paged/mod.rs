@@ -27,8 +27,6 @@ mod biased_lock;
 mod checkpoint;
 mod contention;
 mod counters;
-#[cfg(test)]
-mod defect;
 mod device;
 mod fill;
 mod fill_memory;

@@ -30,8 +30,7 @@ impl Fill<'_> {
     /// Makes the request's stream wait for the work that these streams hold now, since pages were just taken that they
     /// used. `false` if a capture forbids it.
     pub(super) fn order_after(&mut self, mut streams: Vec<StreamId>) -> Result<bool> {
-        #[cfg(test)]
-        if crate::memory::paged::defect::Defect::NoEventBetweenHeaps.is_on() {
+        if crate::defect::Defect::NoEventBetweenHeaps.is_on() {
             return Ok(true);
         }
         streams.retain(|&stream| stream != self.request.stream);
@@ -58,8 +57,7 @@ impl Fill<'_> {
     /// that keeps memory within its stream, as long as that stream is idle: PyTorch's own tests do so. It is no reason
     /// to fail a request, though: where no event can be recorded, there is none.
     pub(super) fn order_after_bystanders(&mut self) {
-        #[cfg(test)]
-        if crate::memory::paged::defect::Defect::NoEventBetweenHeaps.is_on() {
+        if crate::defect::Defect::NoEventBetweenHeaps.is_on() {
             return;
         }
         let Some(known) = self.ordered_after.take() else { return };
