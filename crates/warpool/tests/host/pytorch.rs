@@ -659,7 +659,7 @@ fn a_snapshot_has_pinned_segments_and_history() {
     assert_eq!((at(kept_at).state, at(kept_at).requested_size), (BlockState::ActiveAllocated, 1000));
     assert_eq!((at(pending_at).state, at(pending_at).requested_size), (BlockState::ActivePendingFree, 5000));
     assert_eq!(blocks().filter(|block| block.state != BlockState::Inactive).count(), 2);
-    let stack = &taken.stacks[at(kept_at).stack.unwrap().0 as usize];
+    let stack = &taken.stacks[at(kept_at).stack.unwrap().index()];
     assert_eq!((&*stack[0].name, stack[0].line), ("pin", 7));
     let trace = taken.host_traces.as_ref().unwrap();
     assert!(trace.iter().all(|entry| entry.stream == 0 && entry.stack.is_some()));

@@ -118,7 +118,7 @@ fn the_stack_level_decides_where_stacks_appear() {
         assert_eq!(entries.len(), 4);
         for entry in entries {
             let is_free = matches!(entry.action, Action::FreeRequested | Action::FreeCompleted);
-            let name = entry.stack.map(|id| snapshot.stacks[id.0 as usize][0].name.as_str());
+            let name = entry.stack.map(|id| snapshot.stacks[id.index()][0].name.as_str());
             let expected = if is_free && level == StackLevel::All { "free" } else { "allocate" };
             assert_eq!(name, in_entries.then_some(expected), "{entry:?}");
         }

@@ -755,7 +755,7 @@ fn the_stack_level_decides_where_stacks_appear() {
 
             let in_entries = level >= StackLevel::Alloc;
             let snapshot = context.snapshot();
-            let name_of = |id: StackId| snapshot.stacks[id.0 as usize][0].name.as_str();
+            let name_of = |id: StackId| snapshot.stacks[id.index()][0].name.as_str();
             for entry in snapshot.traces[0].iter().filter(|entry| entry.action != Action::Snapshot) {
                 // Whose memory pages were is not known when they are unmapped.
                 let may_have_none = entry.action == Action::SegmentUnmap && level == StackLevel::Alloc;

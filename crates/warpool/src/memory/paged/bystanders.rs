@@ -73,8 +73,7 @@ impl Bystanders {
         record: impl Fn(u32) -> Result<Option<Arc<PooledEvent>>>,
         is_done: impl Fn(&PooledEvent) -> Result<bool>,
     ) -> Vec<(StreamId, Arc<PooledEvent>)> {
-        #[cfg(test)]
-        if super::defect::Defect::ForgetsBystanders.is_on() {
+        if crate::defect::Defect::ForgetsBystanders.is_on() {
             return Vec::new();
         }
         let mut events = Vec::with_capacity(self.streams.len());

@@ -35,8 +35,6 @@ mod bystanders;
 mod checkpoint;
 mod contention;
 mod counters;
-#[cfg(test)]
-mod defect;
 mod device;
 mod fill;
 mod fill_memory;

@@ -205,8 +205,7 @@ impl PassedTakes {
     /// Whether no work uses what is mapped in a slot of the heap any more, and its page was taken from there.
     #[inline]
     pub(super) fn has_passed(self, slot: &SlotState) -> bool {
-        #[cfg(test)]
-        if super::defect::Defect::UnmapsTooEarly.is_on() {
+        if crate::defect::Defect::UnmapsTooEarly.is_on() {
             return matches!(slot.mapping(), Mapping::Page(part) if !part.is_home);
         }
         // From 1 up to that number, without a branch.

@@ -101,8 +101,7 @@ fn fall_asleep(
     // Work that is in streams now may use the memory: unmapping does not wait for it.
     let devices = devices(&changing.pools);
     for device in devices.values() {
-        #[cfg(test)]
-        if super::defect::Defect::DoesNotWait.is_on() {
+        if crate::defect::Defect::SleepDoesNotWait.is_on() {
             break;
         }
         device.synchronize().map_err(failed)?;
@@ -180,8 +179,7 @@ impl Plan {
                     }
                 }
             }
-            #[cfg(test)]
-            if super::defect::Defect::ForgetsBlocks.is_on() {
+            if crate::defect::Defect::SleepForgetsBlocks.is_on() {
                 live.pop();
             }
             if kind.is_none() {

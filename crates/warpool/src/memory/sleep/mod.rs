@@ -41,8 +41,6 @@
 
 mod changing;
 mod copies;
-#[cfg(test)]
-mod defect;
 mod going;
 mod report;
 mod segments;

@@ -138,8 +138,7 @@ fn bring_back<'a>(
             pool.segments.map(&segment)?;
             match &segment.contents {
                 Contents::Present => {}
-                #[cfg(test)]
-                Contents::Discarded if super::defect::Defect::DoesNotZero.is_on() => {}
+                Contents::Discarded if crate::defect::Defect::WakeDoesNotZero.is_on() => {}
                 Contents::Discarded => copies.clear(segment.ptr, segment.bytes)?,
                 Contents::Saved(ranges) => {
                     for range in ranges {
@@ -191,8 +190,7 @@ fn is_oom(outcome: &Result<()>) -> bool {
 
 /// Gives back what was created. Where that fails the memory stays; the host still has the contents.
 fn undo(created: &Created<'_>) {
-    #[cfg(test)]
-    if super::defect::Defect::KeepsMemoryOfFailedWake.is_on() {
+    if crate::defect::Defect::FailedWakeKeepsMemory.is_on() {
         return;
     }
     for (pool, ptr) in created {

@@ -39,7 +39,7 @@ fn snapshots_and_history_have_call_stacks() {
         (segment.address, segment.total_size, segment.stream),
         (block.ptr.0, 5000, stream.info().unwrap().raw.0)
     );
-    assert_eq!(snapshot.stacks[segment.blocks[0].stack.unwrap().0 as usize][0].line, 12);
+    assert_eq!(snapshot.stacks[segment.blocks[0].stack.unwrap().index()][0].line, 12);
     context.allocator.free(block).unwrap();
     let trace = context.allocator.snapshot(SnapshotOptions::default()).unwrap().traces.remove(0);
     let actions: Vec<_> = trace.iter().map(|entry| entry.action).collect();

@@ -26,8 +26,7 @@ impl Fill<'_> {
     /// Makes the request's stream wait for the work of another heap and of the streams that use its memory beside its
     /// own, since pages of it were just taken. `false` if a capture forbids it.
     pub(super) fn order_after(&mut self, number: u32, users: Vec<StreamId>) -> Result<bool> {
-        #[cfg(test)]
-        if crate::memory::paged::defect::Defect::NoEventBetweenHeaps.is_on() {
+        if crate::defect::Defect::NoEventBetweenHeaps.is_on() {
             return Ok(true);
         }
         let stream = self.device.heaps.get(number).lock().stream;
@@ -74,8 +73,7 @@ impl Fill<'_> {
     /// If pages were taken that another stream used, makes the request's stream wait for bystanders, too
     /// (`bystanders.rs`). To be called at the end, whatever the outcome.
     pub(super) fn order_after_bystanders(&mut self) {
-        #[cfg(test)]
-        if crate::memory::paged::defect::Defect::NoEventBetweenHeaps.is_on() {
+        if crate::defect::Defect::NoEventBetweenHeaps.is_on() {
             return;
         }
         if !std::mem::take(&mut self.needs_bystanders) || self.request.capturing {

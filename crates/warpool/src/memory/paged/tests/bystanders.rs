@@ -5,7 +5,7 @@ use warpool_driver::{CaptureMode, Captures as _, Graphs as _};
 
 use super::defects::seen;
 use super::machine::{DEVICE, MIB, Machine};
-use crate::memory::paged::defect::Defect;
+use crate::defect::Defect;
 use crate::memory::{Allocation, DeviceAllocator as _, PrivatePools as _, Request, Settings};
 
 /// Streams: the owner of the blocks, one that uses them without a word, one that takes their pages.

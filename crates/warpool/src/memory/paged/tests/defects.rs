@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use super::machine::{DEVICE, MIB, Machine};
 use super::program::{Tally, defect_of};
-use crate::memory::paged::defect::Defect;
+use crate::defect::Defect;
 use crate::memory::{Allocation, DeviceAllocator as _, Request, Settings};
 
 /// What the simulation sees in a program. An access to unmapped memory loses the device: all calls fail then.

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::program::{Tally, defect_of};
-use crate::memory::sleep::defect::Defect;
+use crate::defect::Defect;
 
 /// The first seed whose program shows the defect: as a lost value or a hazard, or by a check of the program.
 fn first_seed(defect: Defect) -> Option<(u64, String)> {
@@ -19,7 +19,8 @@ fn first_seed(defect: Defect) -> Option<(u64, String)> {
 
 #[test]
 fn deliberate_defects_are_found() {
-    let defects = [Defect::DoesNotWait, Defect::ForgetsBlocks, Defect::DoesNotZero, Defect::KeepsMemoryOfFailedWake];
+    let defects =
+        [Defect::SleepDoesNotWait, Defect::SleepForgetsBlocks, Defect::WakeDoesNotZero, Defect::FailedWakeKeepsMemory];
     for defect in defects {
         let found = first_seed(defect);
         println!("{defect:?}: {found:?}");

@@ -15,7 +15,7 @@ use self::graphs::Graphs;
 use self::pools::Pools;
 use super::machine::{DEVICE, Machine, Outcome};
 use super::model::Model;
-use crate::memory::paged::defect::Defect;
+use crate::defect::Defect;
 use crate::memory::{DeviceAllocator as _, MemPoolId, Settings};
 use crate::{Result, Stream};
 
