@@ -19,7 +19,7 @@ from typing import Any, Callable
 HERE = Path(__file__).resolve().parent
 # Which module has a scenario; all others are in scenarios.py.
 MODULES = {
-    **dict.fromkeys(("lengths", "streams"), "trainings"),
+    **dict.fromkeys(("lengths", "streams", "short_lived"), "trainings"),
     **dict.fromkeys(("reduce_overhead", "max_autotune"), "compiled"),
     **dict.fromkeys(
         ("mempool", "cudnn", "sharing", "loader", "profiler", "cpp_frames", "collected_graphs"), "features"

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from processes import Report, child
 
-TRAININGS = ("lengths", "streams")
+TRAININGS = ("lengths", "streams", "short_lived")
 PAGED = "backend:paged"
 ALLOCATORS = ("native", "expandable", "backend:native", PAGED)
 # The paged allocator: reserved of allocated memory at the peaks, and a step's time of that with PyTorch's allocator.

@@ -1,10 +1,12 @@
-"""Two trainings on synthetic data, as one process runs them: `lengths`, a transformer on sequences of varying length,
-and `streams`, a student and a teacher on several streams. Started by child.py, compared by compare.py.
+"""Trainings on synthetic data, as one process runs them: `lengths`, a transformer on sequences of varying length,
+`streams`, a student and a teacher on several streams, and `short_lived`, the first beside streams that come and go.
+Started by child.py, compared by compare.py.
 
 All random numbers come from fixed seeds on the CPU and all kernels are deterministic, so two processes compute the same
 bits, whatever allocator they use. The host waits for the whole GPU only once per group of steps, whose time is taken.
 """
 
+import ctypes
 import os
 import random
 import statistics
@@ -39,6 +41,11 @@ def streams(allocator: str) -> None:
     _run(allocator, Streams, steps=200)
 
 
+def short_lived(allocator: str) -> None:
+    """`lengths`, while streams are created, used and destroyed: 1,280 in all."""
+    _run(allocator, ShortLived, steps=320)
+
+
 class Lengths:
     """A language model of 8 layers, batches of 32 sequences with 64 to 512 tokens."""
 
@@ -63,6 +70,41 @@ class Lengths:
         loss.backward()
         self.optimizer.step()
         return loss.detach()
+
+
+class ShortLived(Lengths):
+    """Beside each step, four streams that PyTorch does not own: memory of each is used, freed, and the stream
+    destroyed, as a library does that has streams of its own."""
+
+    STREAMS = 4
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.sizes = random.Random(11)
+
+    def step(self, number: int) -> Tensor:
+        """One step; the loss."""
+        for _ in range(self.STREAMS):
+            handle = ctypes.c_void_p()
+            # 1: not ordered with the default stream.
+            self._call("cuStreamCreate", ctypes.byref(handle), 1)
+            stream = torch.cuda.ExternalStream(handle.value or 0)
+            with torch.cuda.stream(stream):
+                value = number % 251
+                blocks = [torch.full((self.sizes.randrange(1, 24) << 20,), value, dtype=torch.uint8, device="cuda")]
+                blocks.append(blocks[0] + 1)
+                wrong = (blocks[1] != value + 1).sum()
+            stream.synchronize()
+            assert wrong.item() == 0, f"{wrong.item()} bytes of a short-lived stream are wrong"
+            del blocks, wrong
+            self._call("cuStreamDestroy_v2", handle)
+        return super().step(number)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self.driver, name)(*arguments)
+        if code:
+            raise RuntimeError(f"{name}: {code}")
 
 
 class Encoder(nn.Module):
