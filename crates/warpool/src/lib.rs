@@ -61,6 +61,7 @@
 
 pub mod blas;
 mod capture;
+mod capture_gate;
 mod capture_status;
 mod error;
 pub mod generator;

@@ -30,12 +30,14 @@ pub struct Polling {
 }
 
 impl Instance {
-    /// A guard for querying events. Waits while a capture is about to begin, unless this thread holds a guard already.
+    /// A guard for querying events. Waits while a capture is about to begin, unless this thread holds a guard already,
+    /// or runs the closure of a typed call.
     #[must_use = "dropping the guard ends the polling"]
     pub fn polling(&self) -> Polling {
         // A capture that was about to begin at a fork never does in the child, and is not waited for.
         if !self.is_inherited() {
-            let nested = guards_of_thread(self) > 0;
+            // A capture that waits for a typed call of this thread would never begin.
+            let nested = guards_of_thread(self) > 0 || self.capture_gate().is_thread_inside();
             self.captures().pollers.enter(nested);
         }
         change_held(self, |held| held + 1);

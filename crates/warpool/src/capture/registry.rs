@@ -12,6 +12,7 @@ use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, DeviceId, Driver, DriverError, ErrorCode};
 
 use super::pollers::{HoldOff, Pollers};
+use crate::capture_gate::{CaptureChange, FrozenCaptures};
 use crate::capture_status::CaptureStatus;
 use crate::error::GraphError;
 use crate::instance::{Extension, ExtensionSlot};
@@ -95,6 +96,18 @@ impl CaptureSlots {
 }
 
 impl CaptureRegistry {
+    /// Adds the capture that has just begun on `stream`, or the body of a conditional node (`in_body`).
+    pub(crate) fn add(&self, stream: &Stream, record: &Arc<CaptureRecord>, in_body: bool) -> Result<CaptureId> {
+        match CaptureStatus::of_existing(stream.driver(), stream.id())? {
+            CaptureStatus::Capturing(id) => {
+                self.insert(StreamCapture { id, record: Arc::clone(record), in_body });
+                Ok(id)
+            }
+            // Any other status is caused by a raw call of another thread since the begin.
+            _ => Err(GraphError::StreamCaptures { stream: stream.id() }.into()),
+        }
+    }
+
     pub(crate) fn insert(&self, capture: StreamCapture) {
         lock(&self.by_id).insert(capture.id, capture);
     }
@@ -154,6 +167,35 @@ impl Instance {
 
     pub(crate) fn captures(&self) -> &CaptureRegistry {
         self.extensions().get_or_init(CaptureRegistry::default)
+    }
+
+    /// Keeps captures of graphs from beginning and ending until the result is dropped: what `stream` answers about its
+    /// capture stays true, except that it may join one. Waits while one begins or ends; inside a host callback that is
+    /// the driver's error. To be called without a lock that a typed call needs.
+    pub(crate) fn freeze_captures(&self, stream: &Stream) -> Result<FrozenCaptures<'_>> {
+        self.capture_gate().enter(stream.id().0, || {
+            self.expect_own_process("queue typed work")?;
+            self.driver().current_device()?;
+            Ok(())
+        })
+    }
+
+    /// The same, if none begins or ends at this moment.
+    #[inline]
+    pub(crate) fn try_freeze_captures(&self, stream: &Stream) -> Option<FrozenCaptures<'_>> {
+        self.capture_gate().try_enter(stream.id().0)
+    }
+
+    /// Waits for typed calls that are between their check and their driver call, and keeps others from beginning, until
+    /// the result is dropped: to be held over a driver call that begins or ends a capture.
+    pub(crate) fn change_captures(&self) -> Result<CaptureChange<'_>> {
+        self.expect_no_typed_call()?;
+        Ok(self.capture_gate().close())
+    }
+
+    /// Fails where a change of captures would wait for its own thread.
+    pub(crate) fn expect_no_typed_call(&self) -> Result<()> {
+        if self.capture_gate().is_thread_inside() { Err(GraphError::InTypedCall.into()) } else { Ok(()) }
     }
 
     /// Keeps captures from beginning until the result is dropped; `None` if one is under way or about to begin. Never

@@ -168,6 +168,10 @@ pub enum GraphError {
     #[error("this thread holds a polling guard, which a capture has to wait for; drop it before the capture begins")]
     PollsItself,
 
+    /// A begin or an end inside the closure of a typed call, which may have queued work already.
+    #[error("a capture cannot begin or end inside the closure of `with_address`; do it before or after that call")]
+    InTypedCall,
+
     /// A call of a [`GraphedCallable`](crate::graph::GraphedCallable) whose inputs do not match its shape.
     #[error("the call has inputs of {given:?} bytes, its shape needs {wanted:?}; pass inputs of these sizes")]
     CallInputs {

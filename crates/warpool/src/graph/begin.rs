@@ -10,7 +10,7 @@ use super::open_capture::OpenCapture;
 use super::options::CaptureOptions;
 use super::registration::Registration;
 use super::retired::RetiredGraphs;
-use crate::capture::{CaptureRecord, CaptureStatus, StreamCapture, guards_of_thread};
+use crate::capture::{CaptureRecord, guards_of_thread};
 use crate::error::GraphError;
 use crate::memory::{CaptureMemory, Route};
 use crate::{Result, Stream};
@@ -34,24 +34,22 @@ impl Graph {
         registration.route(Route::Stream(stream.id()))?;
         registration.count()?;
         let pollers_excluded = instance.captures().pollers.exclude(options.poller_timeout)?;
-        driver.capture_begin(stream.id(), options.mode)?;
-        drop(pollers_excluded);
-        let id = match CaptureStatus::of_existing(driver, stream.id()) {
-            Ok(CaptureStatus::Capturing(id)) => id,
-            // Any other status is caused by another thread between the two calls.
-            failed => {
-                registration.discard(stream);
-                failed?;
-                return Err(GraphError::StreamCaptures { stream: stream.id() }.into());
-            }
-        };
         let memory = CaptureMemory { allocator: Arc::clone(&self.allocator), pool: registration.pool().id() };
         let record = Arc::new(CaptureRecord::new(self.device.id(), memory));
-        let capture = StreamCapture { id, record: Arc::clone(&record), in_body: false };
-        if let Err(error) = registration.register(capture) {
-            registration.discard(stream);
-            return Err(error);
-        }
+        let begun = {
+            // In the registry before any typed call sees that the stream captures.
+            let _change = instance.change_captures()?;
+            driver.capture_begin(stream.id(), options.mode)?;
+            instance.captures().add(stream, &record, false)
+        };
+        drop(pollers_excluded);
+        let id = match begun.and_then(|id| registration.register(id)) {
+            Ok(id) => id,
+            Err(error) => {
+                registration.discard(stream);
+                return Err(error);
+            }
+        };
         self.stage = Stage::Capturing(Box::new(OpenCapture {
             registration,
             stream: stream.clone(),
@@ -86,6 +84,6 @@ impl Graph {
         if guards_of_thread(self.device.instance()) > 0 {
             return Err(GraphError::PollsItself.into());
         }
-        Ok(())
+        self.device.instance().expect_no_typed_call()
     }
 }

@@ -9,17 +9,15 @@
 //! whole capture.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Arc;
 
 use warpool_driver::{
-    ConditionalId, ConditionalKind, DevicePtr, DriverError, ErrorCode, FunctionId, HostKernel, KernelFault,
-    KernelScope, KernelSource,
+    CaptureId, ConditionalId, ConditionalKind, DevicePtr, FunctionId, HostKernel, KernelFault, KernelScope,
+    KernelSource,
 };
 
 use super::capture::Capture;
 use super::keys::BufferOffset;
 use super::retired::{EndOutcome, GraphObject, RetiredGraphs};
-use crate::capture::{CaptureStatus, StreamCapture};
 use crate::error::GraphError;
 use crate::{Error, Result, Stream, launch};
 
@@ -113,6 +111,7 @@ impl Capture<'_> {
         if !value.0.is_multiple_of(flag.bytes) {
             return Err(GraphError::FlagAlignment { offset: flag.at.offset }.into());
         }
+        device.instance().expect_no_typed_call()?;
         self.expect_in_capture(&self.stream)?;
         let kernel = device.kernel(&FLAGS, flag.kernel())?;
         let body_stream = self.open.body_streams.pop().map_or_else(|| device.lease_stream(), Ok)?;
@@ -134,9 +133,14 @@ impl Capture<'_> {
     ) -> Result<R> {
         let driver = stream.driver();
         node.set_condition(&self.stream)?;
-        driver.conditional_begin(self.stream.id(), node.node, node.kind, stream.id(), self.open.mode)?;
+        let begun = {
+            let instance = stream.instance();
+            let _change = instance.change_captures()?;
+            driver.conditional_begin(self.stream.id(), node.node, node.kind, stream.id(), self.open.mode)?;
+            instance.captures().add(stream, &self.open.record, true)
+        };
         // Ended also after an error or a panic.
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.capture_body(node, stream, body)));
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.capture_body(begun?, node, stream, body)));
         let ended = self.end_body(stream);
         match outcome {
             Ok(outcome) => outcome.and_then(|value| ended.map(|()| value)),
@@ -146,16 +150,12 @@ impl Capture<'_> {
 
     fn capture_body<R>(
         &mut self,
+        id: CaptureId,
         node: &NewNode,
         stream: &Stream,
         body: impl FnOnce(&mut Capture<'_>) -> Result<R>,
     ) -> Result<R> {
-        let id = match CaptureStatus::of_existing(stream.driver(), stream.id())? {
-            CaptureStatus::Capturing(id) => id,
-            _ => return Err(DriverError::new("conditional_begin", ErrorCode::StreamCaptureInvalidated).into()),
-        };
-        let capture = StreamCapture { id, record: Arc::clone(&self.open.record), in_body: true };
-        self.open.registration.register(capture)?;
+        self.open.registration.register(id)?;
         let outcome = {
             let _current = stream.enter();
             let mut scope = Capture { open: &mut *self.open, stream: stream.clone(), in_body: true };
@@ -172,7 +172,7 @@ impl Capture<'_> {
 
     fn end_body(&self, stream: &Stream) -> Result<()> {
         let retired = RetiredGraphs::of(self.device());
-        match retired.end(stream.driver(), stream.id(), None) {
+        match retired.end(stream, None)? {
             // The body belongs to the node; this only releases its id.
             EndOutcome::Graph(graph) => {
                 retired.destroy(stream.driver(), GraphObject::Template(graph));

@@ -61,6 +61,7 @@ impl Graph {
         if open.mode != CaptureMode::Relaxed && open.thread != thread::current().id() {
             return Err(GraphError::WrongThread.into());
         }
+        self.device.instance().expect_no_typed_call()?;
         let Some((open, template)) = self.end_on_driver()? else { return Err(GraphError::NotCapturing.into()) };
         let driver = self.device.driver();
         let retired = RetiredGraphs::of(&self.device);
@@ -84,6 +85,9 @@ impl Graph {
     /// discarded. What the driver cannot destroy is logged as a warning and retried later.
     pub fn reset(&mut self) -> Result<()> {
         self.device.instance().expect_own_process("reset")?;
+        if self.is_capturing() {
+            self.device.instance().expect_no_typed_call()?;
+        }
         if let Some(error) = self.discard_capture() {
             tracing::warn!(%error, "a failed capture was discarded");
         }
@@ -107,8 +111,14 @@ impl Graph {
                 return Ok(None);
             }
         };
-        let stream = &open.stream;
-        match RetiredGraphs::of(&self.device).end(stream.driver(), stream.id(), Some(open.id)) {
+        let outcome = match RetiredGraphs::of(&self.device).end(&open.stream, Some(open.id)) {
+            Ok(outcome) => outcome,
+            Err(error) => {
+                self.stage = Stage::Capturing(open);
+                return Err(error);
+            }
+        };
+        match outcome {
             EndOutcome::Graph(template) => Ok(Some((*open, template))),
             // Dropping `open` undoes its registration.
             EndOutcome::Failed(error) => Err(match open.failed {

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use warpool_driver::CaptureId;
 
 use super::retired::{AbandonedCapture, EndOutcome, GraphObject, RetiredGraphs};
-use crate::capture::StreamCapture;
 use crate::error::GraphError;
 use crate::memory::{DeviceAllocator, MemPool, PoolUser, PrivatePools, Route};
 use crate::{Device, Result, Stream};
@@ -74,15 +73,15 @@ impl Registration {
         Ok(())
     }
 
-    /// Adds a capture to the registry, and routes the requests of its streams to the pool.
-    pub(super) fn register(&mut self, capture: StreamCapture) -> Result<()> {
-        self.captures.push(capture.id);
+    /// Takes over a capture that was added to the registry, and routes the requests of its streams to the pool.
+    pub(super) fn register(&mut self, id: CaptureId) -> Result<CaptureId> {
+        self.captures.push(id);
         if let Err(error) = self.reroute() {
             self.captures.pop();
+            self.device.instance().captures().remove(id);
             return Err(error);
         }
-        self.device.instance().captures().insert(capture);
-        Ok(())
+        Ok(id)
     }
 
     /// Removes the body that was registered last.
@@ -112,10 +111,10 @@ impl Registration {
     /// Ends and discards a capture that has just begun on the driver.
     pub(super) fn discard(&mut self, stream: &Stream) {
         let retired = RetiredGraphs::of(&self.device);
-        match retired.end(stream.driver(), stream.id(), None) {
-            EndOutcome::Graph(graph) => retired.destroy(stream.driver(), GraphObject::Template(graph)),
-            EndOutcome::Failed(_) => {}
-            EndOutcome::StillUnderWay(_) => self.abandon(stream, None),
+        match retired.end(stream, None) {
+            Ok(EndOutcome::Graph(graph)) => retired.destroy(stream.driver(), GraphObject::Template(graph)),
+            Ok(EndOutcome::Failed(_)) => {}
+            Ok(EndOutcome::StillUnderWay(_)) | Err(_) => self.abandon(stream, None),
         }
     }
 

@@ -12,7 +12,7 @@ use warpool_driver::{CaptureId, DeviceId, Driver, DriverError, ErrorCode, GraphE
 use crate::capture::CaptureStatus;
 use crate::instance::{Extension, ExtensionSlot};
 use crate::memory::DeviceAllocator;
-use crate::{Device, Instance, Result, lock};
+use crate::{Device, Instance, Result, Stream, lock};
 
 /// The driver objects of one device's dropped graphs.
 #[derive(Default)]
@@ -88,7 +88,10 @@ impl RetiredGraphs {
     fn end_abandoned(&self, instance: &Instance, capture: AbandonedCapture) {
         let driver = &**instance.driver();
         if is_under_way(driver, capture.stream, capture.id).unwrap_or(true) {
-            match self.end(driver, capture.stream, capture.id) {
+            let Ok(change) = instance.change_captures() else { return self.end_later(capture) };
+            let outcome = self.end_on_driver(driver, capture.stream, capture.id);
+            drop(change);
+            match outcome {
                 EndOutcome::Graph(graph) => self.destroy(driver, GraphObject::Template(graph)),
                 EndOutcome::Failed(_) => {}
                 EndOutcome::StillUnderWay(error) => {
@@ -111,10 +114,16 @@ impl RetiredGraphs {
         }
     }
 
+    /// Ends a capture, while no typed call is putting work into it. See [`end_on_driver`](Self::end_on_driver).
+    pub(super) fn end(&self, stream: &Stream, id: Option<CaptureId>) -> Result<EndOutcome> {
+        let _change = stream.instance().change_captures()?;
+        Ok(self.end_on_driver(stream.driver(), stream.id(), id))
+    }
+
     /// Ends a capture. A driver promises that the capture is over whatever it returns; if it fails before it has ended
     /// anything, as by a lost connection, it is called once more, and the graph that it then returns is not used. A
     /// capture other than `id`, which must have been ended by someone else, is left alone.
-    pub(super) fn end(&self, driver: &dyn Driver, stream: StreamId, id: Option<CaptureId>) -> EndOutcome {
+    fn end_on_driver(&self, driver: &dyn Driver, stream: StreamId, id: Option<CaptureId>) -> EndOutcome {
         if let (Some(id), Ok(CaptureStatus::Capturing(now))) = (id, CaptureStatus::of(driver, stream))
             && id != now
         {
@@ -147,7 +156,7 @@ impl Extension for RetiredGraphs {
         let mut outcome = Ok(());
         for capture in take(&self.abandoned) {
             if is_under_way(driver, capture.stream, capture.id).unwrap_or(true) {
-                match self.end(driver, capture.stream, capture.id) {
+                match self.end_on_driver(driver, capture.stream, capture.id) {
                     EndOutcome::Graph(graph) => self.destroy_later(GraphObject::Template(graph)),
                     EndOutcome::Failed(_) => {}
                     EndOutcome::StillUnderWay(error) => outcome = outcome.and(Err(error)),

@@ -20,6 +20,7 @@ use std::sync::{Arc, OnceLock};
 use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DeviceProperties, Driver, StreamId, source_line};
 
+use crate::capture_gate::CaptureGate;
 use crate::{Error, Result};
 
 pub use current::{DeviceGuard, MultiStreamGuard, StreamGuard};
@@ -56,6 +57,8 @@ struct Shared {
     devices: Box<[DeviceState]>,
     /// Kept by `capture/`. Here, and not in the extensions, because every allocation and replay reads it.
     captures_under_way: AtomicUsize,
+    /// Entered by every typed call, so here too.
+    capture_gate: CaptureGate,
     /// Kept by `memory/`, and here for the same reason.
     ranges_asleep: AtomicUsize,
     extensions: Extensions,
@@ -103,6 +106,7 @@ impl Instance {
                 origin: Origin::here(),
                 devices,
                 captures_under_way: AtomicUsize::new(0),
+                capture_gate: CaptureGate::default(),
                 ranges_asleep: AtomicUsize::new(0),
                 extensions: Extensions::default(),
             }),
@@ -177,6 +181,12 @@ impl Instance {
     #[inline]
     pub(crate) fn captures_under_way(&self) -> &AtomicUsize {
         &self.shared.captures_under_way
+    }
+
+    /// Held open by typed calls, and closed while a capture begins or ends.
+    #[inline]
+    pub(crate) fn capture_gate(&self) -> &CaptureGate {
+        &self.shared.capture_gate
     }
 
     /// How many ranges of addresses sleep, or are about to.

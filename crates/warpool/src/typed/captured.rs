@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, StreamId};
 
-use super::operation::{Access, Memory, run};
+use super::operation::{Access, Attempt, Joined, Memory, in_order, run};
 use super::order::Span;
 use super::sole_stream::SoleStream;
 use super::tracked::{Block, Tracked};
@@ -44,12 +44,7 @@ impl CapturedBuffers {
         queue: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
         let record = &capture.record;
-        for access in accesses {
-            if !record.with(|captured: &mut Self| captured.by_key.contains_key(&key_of(access.tracked()))) {
-                let entry = CapturedBuffer::new(access)?;
-                record.with(|captured: &mut Self| captured.insert(entry));
-            }
-        }
+        accesses.iter().try_for_each(|access| Self::keep_one(capture, access))?;
         let conflicts = record.with(|captured: &mut Self| captured.conflicts(capture.id, stream.id(), accesses));
         for other in conflicts {
             stream.wait_stream(&Stream::from_id(&Device::from_id(stream.instance(), stream.device_id()), other))?;
@@ -60,6 +55,36 @@ impl CapturedBuffers {
         outcome
     }
 
+    /// Work in `stream` was to run at once, but may have become part of the capture that the stream joined meanwhile:
+    /// its graph keeps the buffers. What it cannot keep is never freed.
+    #[cold]
+    pub(super) fn keep(joined: &Joined, stream: &Stream, accesses: &[Access<'_>]) {
+        for access in accesses {
+            let kept = match joined {
+                Joined::Capture(capture) => Self::keep_one(capture, access).is_ok(),
+                Joined::Unknown => false,
+            };
+            if !kept {
+                let buffer = Arc::clone(access.tracked());
+                tracing::warn!(buffer = %buffer.name(), %stream, "memory is kept for good: a capture may use it");
+                buffer.graphs.fetch_add(1, Ordering::AcqRel);
+                std::mem::forget(buffer);
+            }
+        }
+        if let Joined::Capture(capture) = joined {
+            capture.record.with(|captured: &mut Self| captured.add(capture.id, stream.id(), accesses));
+        }
+    }
+
+    fn keep_one(capture: &StreamCapture, access: &Access<'_>) -> Result<()> {
+        let record = &capture.record;
+        if !record.with(|captured: &mut Self| captured.by_key.contains_key(&key_of(access.tracked()))) {
+            let entry = CapturedBuffer::new(access)?;
+            record.with(|captured: &mut Self| captured.insert(entry));
+        }
+        Ok(())
+    }
+
     fn insert(&mut self, entry: CapturedBuffer) {
         // Another thread of the capture may have been first.
         if let std::collections::hash_map::Entry::Vacant(vacant) = self.by_key.entry(key_of(&entry.buffer)) {
@@ -68,8 +93,8 @@ impl CapturedBuffers {
         }
     }
 
-    fn get_mut(&mut self, access: &Access<'_>) -> &mut CapturedBuffer {
-        &mut self.list[self.by_key[&key_of(access.tracked())]]
+    fn get_mut(&mut self, access: &Access<'_>) -> Option<&mut CapturedBuffer> {
+        self.by_key.get(&key_of(access.tracked())).map(|&at| &mut self.list[at])
     }
 
     /// The other streams of the same capture whose work `accesses` must come after. A body of a conditional node is a
@@ -77,7 +102,8 @@ impl CapturedBuffers {
     fn conflicts(&mut self, capture: CaptureId, stream: StreamId, accesses: &[Access<'_>]) -> Vec<StreamId> {
         let mut streams = Vec::new();
         for access in accesses {
-            for &(of, other, span) in &self.get_mut(access).uses {
+            let uses = self.get_mut(access).map_or(&[][..], |entry| &entry.uses);
+            for &(of, other, span) in uses {
                 if of == capture && other != stream && span.conflicts(access.span) && !streams.contains(&other) {
                     streams.push(other);
                 }
@@ -88,7 +114,8 @@ impl CapturedBuffers {
 
     fn add(&mut self, capture: CaptureId, stream: StreamId, accesses: &[Access<'_>]) {
         for access in accesses {
-            let entry = self.get_mut(access);
+            // One that could not be kept is never freed.
+            let Some(entry) = self.get_mut(access) else { continue };
             entry.span = entry.span.union(access.span);
             let same = |(of, other, span): &(CaptureId, StreamId, Span)| {
                 (*of, *other, span.write) == (capture, stream, access.span.write)
@@ -137,7 +164,13 @@ impl CapturedBuffers {
     fn replay_in_order(&self, stream: &Stream, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let accesses: Vec<Access<'_>> = self.list.iter().map(CapturedBuffer::access).collect();
         let mut outcome = Ok(());
-        run(stream, &accesses, false, &mut || outcome = launch())?;
+        in_order(stream, |_frozen| {
+            // A launch cannot be captured, so no graph has to keep the buffers.
+            Ok(match run(stream, &accesses, false, &mut || outcome = launch())? {
+                Attempt::Queued(_) => Ok(()),
+                Attempt::Busy(tracked) => Err(tracked),
+            })
+        })?;
         if outcome.is_ok() {
             self.sole.get_or_init(|| self.find_sole(stream.id()));
         }

@@ -6,8 +6,7 @@ use bytemuck::Pod;
 use warpool_driver::{Address, DevicePtr, Driver, Pattern};
 
 use super::endpoint::{CopySource, CopyTarget, SourceMemory, TargetMemory};
-use super::operation::capture_of;
-use super::submit::{Reach, is_direct, submit, submit_direct};
+use super::submit::{Reach, direct, submit, submit_direct, submit_ordinary};
 use super::view::{IntoView, IntoViewMut, Part, Rows, RowsMut, View, ViewMut};
 use crate::capture::CaptureSafe;
 use crate::error::BufferError;
@@ -43,12 +42,12 @@ impl Stream {
     ) -> Result<()> {
         let (from, to) = (&source.part, &target.part);
         let fits = from.len() == to.len() && from.len() > 0;
-        if fits && is_direct(self) && from.is_private_to(self) && to.is_private_to(self) {
+        if let Some(frozen) = direct(self, || fits && from.is_private_to(self) && to.is_private_to(self)) {
             let late = || {
                 from.access(false).add_late(self);
                 to.access(true).add_late(self);
             };
-            return submit_direct(self, line, late, || {
+            return submit_direct(frozen, self, line, late, || {
                 Ok(self.driver().copy(to.address(), from.address(), from.bytes(), self.id())?)
             });
         }
@@ -82,14 +81,10 @@ impl Stream {
         match (source, target) {
             (SourceMemory::Typed(source), TargetMemory::Typed(target)) => self.copy_in_order(source, target, line),
             (SourceMemory::Ordinary(source), TargetMemory::Typed(target)) => {
-                self.expect_no_capture()?;
-                let accesses = [Some(target.part.access(true))];
-                submit(self, &accesses, Reach::AnyDevice, line, &mut || self.upload(source, &target.part))
+                submit_ordinary(self, target.part.access(true), line, || self.upload(source, &target.part))
             }
             (SourceMemory::Typed(source), TargetMemory::Ordinary(target)) => {
-                self.expect_no_capture()?;
-                let accesses = [Some(source.part.access(false))];
-                submit(self, &accesses, Reach::AnyDevice, line, &mut || self.download(&source.part, target))
+                submit_ordinary(self, source.part.access(false), line, || self.download(&source.part, target))
             }
             (SourceMemory::Ordinary(source), TargetMemory::Ordinary(target)) => {
                 target.copy_from_slice(source);
@@ -134,9 +129,9 @@ impl Stream {
         let line = Location::caller();
         let target = target.into_view_mut();
         let part = &target.part;
-        if !target.is_empty() && is_direct(self) && part.is_private_to(self) {
+        if let Some(frozen) = direct(self, || !target.is_empty() && part.is_private_to(self)) {
             let late = || part.access(true).add_late(self);
-            return submit_direct(self, line, late, || self.queue_fill(part, &value));
+            return submit_direct(frozen, self, line, late, || self.queue_fill(part, &value));
         }
         self.fill_in_order(target, value, line)
     }
@@ -192,13 +187,6 @@ impl Stream {
         let instance = self.instance();
         let _safe = CaptureSafe::begin(instance, || !instance.has_captures())?;
         self.synchronize()
-    }
-
-    fn expect_no_capture(&self) -> Result<()> {
-        match capture_of(self)? {
-            Some(_) => Err(BufferError::OrdinaryMemoryInCapture.into()),
-            None => Ok(()),
-        }
     }
 
     #[inline]

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use bytemuck::Pod;
 use warpool_driver::DevicePtr;
 
-use super::submit::{Reach, is_direct, submit, submit_direct};
+use super::submit::{Reach, direct, submit, submit_direct};
 use super::view::{IntoView, IntoViewMut, Part};
 use crate::{Result, Stream};
 
@@ -16,7 +16,9 @@ impl Stream {
     /// empty view is at address 0.
     ///
     /// What the work does with the address is the promise of whoever queues it. `queue` runs under the lock of this
-    /// memory, so it must not use the same memory in another typed call.
+    /// memory, so it must not use the same memory in another typed call. No capture begins or ends meanwhile: in
+    /// `queue` that is [`GraphError::InTypedCall`](crate::graph::GraphError::InTypedCall), and other threads wait, so
+    /// it must not wait for a thread that begins or ends one.
     #[track_caller]
     pub fn with_address<'a, T: Pod, R>(
         &self,
@@ -51,9 +53,9 @@ impl Stream {
         }
         // What it had queued before a panic is a use too.
         let queue = || catch_unwind(AssertUnwindSafe(|| queue(part.device_address())));
-        if is_direct(self) && part.is_private_to(self) {
+        if let Some(frozen) = direct(self, || part.is_private_to(self)) {
             let late = || part.access(write).add_late(self);
-            return submit_direct(self, line, late, queue).unwrap_or_else(|panic| resume_unwind(panic));
+            return submit_direct(frozen, self, line, late, queue).unwrap_or_else(|panic| resume_unwind(panic));
         }
         let (mut queue, mut outcome) = (Some(queue), None);
         submit(self, &[Some(part.access(write))], Reach::OwnDevice, line, &mut || {

@@ -8,7 +8,7 @@ use bytemuck::Pod;
 use warpool_driver::{DevicePtr, FunctionId, KernelArg, KernelSource, LaunchShape};
 
 use super::operation::Access;
-use super::submit::{Reach, is_direct, submit, submit_direct};
+use super::submit::{Reach, direct, submit, submit_direct};
 use super::view::{IntoView, IntoViewMut, Part};
 use crate::error::BufferError;
 use crate::{Device, Error, Result, Stream};
@@ -224,9 +224,10 @@ pub struct Launch<'s> {
 impl Launch<'_> {
     #[inline]
     fn queue<const A: usize, const N: usize>(&self, list: &ArgumentList<'_, A, N>) -> Result<()> {
-        if is_direct(self.stream) && list.accesses().all(|access| access.is_private_to(self.stream)) {
+        let private = || list.accesses().all(|access| access.is_private_to(self.stream));
+        if let Some(frozen) = direct(self.stream, private) {
             let late = || list.accesses().for_each(|access| access.add_late(self.stream));
-            return submit_direct(self.stream, self.line, late, || self.call(list.arguments()));
+            return submit_direct(frozen, self.stream, self.line, late, || self.call(list.arguments()));
         }
         self.queue_in_order(list)
     }

@@ -9,16 +9,22 @@
 //! recorded: by the event in the stream that the other thread waits for, if the work was queued before, else by its own
 //! thread afterwards ([`Access::add_late`]). No thread can do so while the vector itself is borrowed exclusively, which
 //! needs neither.
+//!
+//! All of it is done while no capture can begin or end (`capture_gate.rs`). A stream may still join a capture at any
+//! moment, by a wait of another thread: so its status is read once more after the driver calls, and the graph keeps
+//! what may have become part of it ([`Queued::capture`]). The gate is never waited for while the uses of a buffer are
+//! locked, nor the other way round: whoever holds the uses may be waiting for a device.
 
 use std::sync::Arc;
 
-use warpool_driver::DevicePtr;
+use warpool_driver::{DevicePtr, ErrorCode};
 
 use super::buffer::Buffer;
 use super::order::Span;
 use super::tracked::Tracked;
-use crate::capture::StreamCapture;
-use crate::{Instance, PooledEvent, Result, Stream};
+use crate::capture::{FrozenCaptures, StreamCapture};
+use crate::error::GraphError;
+use crate::{Error, Instance, PooledEvent, Result, Stream};
 
 /// How one buffer is used by an operation.
 #[derive(Clone, Copy)]
@@ -122,38 +128,94 @@ pub(super) fn capture_of(stream: &Stream) -> Result<Option<StreamCapture>> {
     if stream.instance().has_captures() { stream.instance().captures().find(stream) } else { Ok(None) }
 }
 
+/// Makes attempts at an operation in `stream`, each while captures are frozen, until no buffer is busy.
+pub(super) fn in_order<'s, 'a, R>(
+    stream: &'s Stream,
+    mut attempt: impl FnMut(FrozenCaptures<'s>) -> Result<std::result::Result<R, &'a Tracked>>,
+) -> Result<R> {
+    loop {
+        match attempt(stream.instance().freeze_captures(stream)?)? {
+            Ok(done) => return Ok(done),
+            Err(busy) => busy.wait_until_unlocked()?,
+        }
+    }
+}
+
+/// What became of work.
+pub(super) enum Attempt<'a> {
+    Queued(Queued),
+    /// Nothing was queued: another thread has the uses of this buffer locked.
+    Busy(&'a Tracked),
+}
+
+/// Work that was queued, or failed to be.
+pub(super) struct Queued {
+    /// After the work, if one of the buffers needs one.
+    event: Option<Arc<PooledEvent>>,
+    /// What the stream has joined meanwhile: some of the work may be part of it.
+    pub(super) capture: Option<Joined>,
+}
+
+/// A capture that a stream has joined while work was being put into it.
+pub(super) enum Joined {
+    Capture(StreamCapture),
+    /// The driver did not say.
+    Unknown,
+}
+
 /// Locks and prepares tracked buffers one by one, queues the work, and records the uses on the way back, also if
-/// `queue` has failed: some of the work may be in the stream. `accesses` are sorted. Returns the event behind the work,
-/// if one of the buffers needs one; an error is one of the preparation, before anything was queued.
-pub(super) fn run(
+/// `queue` has failed: some of the work may be in the stream. `accesses` are sorted. An error is one of the
+/// preparation, before anything was queued. To be called while captures are frozen.
+pub(super) fn run<'a>(
     stream: &Stream,
-    accesses: &[Access<'_>],
+    accesses: &[Access<'a>],
     exact: bool,
     queue: &mut dyn FnMut(),
-) -> Result<Option<Arc<PooledEvent>>> {
+) -> Result<Attempt<'a>> {
     let Some(first) = accesses.first() else {
         queue();
-        return Ok(if exact { record(stream) } else { None });
+        let event = if exact { record(stream) } else { None };
+        return Ok(Attempt::Queued(Queued { event, capture: joined(stream) }));
     };
     // An operation may use several parts of one buffer.
     let parts = accesses.iter().take_while(|access| access.key() == first.key()).count();
     let (of_buffer, rest) = accesses.split_at(parts);
     let tracked = first.tracked();
-    let mut uses = tracked.lock_uses()?;
+    let Some(mut uses) = tracked.uses_if_unlocked() else { return Ok(Attempt::Busy(tracked)) };
     for access in of_buffer {
         tracked.prepare(&mut uses, stream, access.span)?;
     }
-    let event = run(stream, rest, exact || uses.is_exact(), queue)?;
+    let queued = match run(stream, rest, exact || uses.is_exact(), queue)? {
+        Attempt::Queued(queued) => queued,
+        busy @ Attempt::Busy(_) => return Ok(busy),
+    };
     for access in of_buffer {
-        uses.add(stream, access.span, event.as_ref());
+        uses.add(stream, access.span, queued.event.as_ref());
     }
-    Ok(event)
+    if queued.capture.is_some() {
+        uses.forget_waits(stream.id());
+    }
+    Ok(Attempt::Queued(queued))
 }
 
-/// An event behind the work that was just queued. `None` if the driver refuses: the work is queued all the same, and
-/// whoever has to wait for it records one then.
+/// The capture that `stream` takes part in after work that was to run at once. A capture without a graph is not one: it
+/// cannot be launched by safe code.
+fn joined(stream: &Stream) -> Option<Joined> {
+    match capture_of(stream).or_else(|_| capture_of(stream)) {
+        Ok(capture) => capture.map(Joined::Capture),
+        Err(Error::Graph(GraphError::ForeignCapture)) => None,
+        // It becomes no graph.
+        Err(Error::Driver(error)) if error.code == ErrorCode::StreamCaptureInvalidated => None,
+        Err(_) => Some(Joined::Unknown),
+    }
+}
+
+/// An event after the work that was just queued. `None` if the driver refuses, or if the stream has joined a capture:
+/// the work is queued all the same, and whoever has to wait for it records one then.
 fn record(stream: &Stream) -> Option<Arc<PooledEvent>> {
     let mut event = stream.device().event_pool().take().ok()?;
     event.record(stream).ok()?;
-    Some(Arc::new(event))
+    // Asked afterwards: while captures are frozen, a stream joins one but leaves none.
+    let captured = stream.instance().is_capturing(stream).unwrap_or(true);
+    (!captured).then(|| Arc::new(event))
 }

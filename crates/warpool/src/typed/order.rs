@@ -152,6 +152,11 @@ impl Uses {
         Ok(())
     }
 
+    /// Waits of `stream` may be part of a capture, and do not order what it does outside of it.
+    pub(super) fn forget_waits(&mut self, stream: StreamId) {
+        self.list.iter_mut().for_each(|earlier| earlier.waited.retain(|&waited| waited != stream));
+    }
+
     /// A use was queued in `stream`, and `event` recorded behind it, if it could be.
     #[inline]
     pub(super) fn add(&mut self, stream: &Stream, span: Span, event: Option<&Arc<PooledEvent>>) {
@@ -213,14 +218,21 @@ impl Uses {
         failed.map(|()| busy)
     }
 
-    /// Waits until no use conflicts with an access of the host.
-    pub(super) fn wait_for_host(&mut self, instance: &Instance, write: bool) -> Result<()> {
+    /// Waits until no use conflicts with an access of the host. `label` names the buffer.
+    pub(super) fn wait_for_host(&mut self, instance: &Instance, write: bool, label: &dyn Fn() -> String) -> Result<()> {
         let _safe = CaptureSafe::begin(instance, || !instance.has_captures())?;
         let conflicting = self.list.iter().filter(|earlier| write || earlier.span.write);
         for earlier in conflicting {
             match &earlier.event {
                 Some(event) => event.synchronize()?,
-                None => earlier.stream(instance).synchronize()?,
+                None => {
+                    let stream = earlier.stream(instance);
+                    // The wait would invalidate the capture.
+                    if instance.is_capturing(&stream)? {
+                        return Err(BufferError::LastUseCaptures { buffer: label(), stream: stream.id() }.into());
+                    }
+                    stream.synchronize()?;
+                }
             }
         }
         self.list.retain(|earlier| !(write || earlier.span.write));
@@ -240,21 +252,28 @@ impl Use {
     fn is_done(&self, instance: &Instance) -> Result<bool> {
         match &self.event {
             Some(event) => event.query(),
-            None => self.stream(instance).query(),
+            None => {
+                let stream = self.stream(instance);
+                // A query would invalidate the capture.
+                Ok(!instance.is_capturing(&stream)? && stream.query()?)
+            }
         }
     }
 
-    /// The event behind it, recorded now if it was not.
+    /// The event after it, recorded now if it was not. To be called while captures are frozen.
     fn event(&mut self, instance: &Instance, label: &dyn Fn() -> String) -> Result<&PooledEvent> {
         if self.event.is_none() {
             let stream = self.stream(instance);
-            // No capture may begin between the check and the record.
-            let _hold_off = instance.hold_off_captures();
+            let captures = || BufferError::LastUseCaptures { buffer: label(), stream: self.stream };
             if instance.is_capturing(&stream)? {
-                return Err(BufferError::LastUseCaptures { buffer: label(), stream: self.stream }.into());
+                return Err(captures().into());
             }
             let mut event = stream.device().event_pool().take()?;
             event.record(&stream)?;
+            // No capture begins meanwhile, but the stream may have joined one: then the event may be part of it.
+            if instance.is_capturing(&stream)? {
+                return Err(captures().into());
+            }
             self.event = Some(Arc::new(event));
         }
         Ok(self.event.as_ref().expect("recorded just now, if not before"))

@@ -147,13 +147,13 @@ impl<T: Pod> PinnedVec<T> {
     }
 
     fn wait_for(&self, write: bool) -> Result<()> {
-        self.tracked().lock_uses()?.wait_for_host(self.tracked().instance(), write)
+        self.tracked().lock_uses()?.wait_for_host(self.tracked().instance(), write, &|| self.tracked().name())
     }
 
     /// Counts a borrow, after the work under way. Replays look at the count under the same lock.
     fn borrow(&self, write: bool) -> Result<()> {
         let mut uses = self.tracked().lock_uses()?;
-        uses.wait_for_host(self.tracked().instance(), write)?;
+        uses.wait_for_host(self.tracked().instance(), write, &|| self.tracked().name())?;
         let borrows = &self.tracked().host_borrows;
         let current = borrows.load(Ordering::Acquire);
         // An earlier guard was leaked, or another thread has one.

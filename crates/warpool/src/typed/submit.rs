@@ -6,7 +6,10 @@
 use std::panic::Location;
 
 use super::captured::CapturedBuffers;
-use super::operation::{Access, capture_of, run};
+use super::operation::{Access, Attempt, Memory, capture_of, in_order, run};
+use super::tracked::Tracked;
+use crate::capture::FrozenCaptures;
+use crate::error::BufferError;
 use crate::{Instance, Result, Stream};
 
 /// Which memory an operation can use.
@@ -18,16 +21,23 @@ pub(super) enum Reach {
     AnyDevice,
 }
 
-/// Whether work in `stream` on memory that is all private to it can go straight to the driver.
+/// Freezes captures for work in `stream` on memory that is all private to it (`private`), if it can go straight to the
+/// driver: nothing captures, and nothing sleeps.
 #[inline]
-pub(super) fn is_direct(stream: &Stream) -> bool {
-    !stream.instance().has_captures() && !stream.instance().has_asleep()
+pub(super) fn direct(stream: &Stream, private: impl FnOnce() -> bool) -> Option<FrozenCaptures<'_>> {
+    let instance = stream.instance();
+    if instance.has_captures() || instance.has_asleep() || !private() {
+        return None;
+    }
+    // One that began before is seen now, one that comes later waits.
+    instance.try_freeze_captures(stream).filter(|_| !instance.has_captures())
 }
 
-/// Queues work in `stream`, [straight](is_direct) by the driver calls in `queue`, for the program's line `line`. Then
+/// Queues work in `stream`, [straight](direct) by the driver calls in `queue`, for the program's line `line`. Then
 /// `late` [adds](Access::add_late) the uses of memory that is not private any more.
 #[inline]
 pub(super) fn submit_direct<R>(
+    frozen: FrozenCaptures<'_>,
     stream: &Stream,
     line: &'static Location<'static>,
     late: impl FnOnce(),
@@ -35,6 +45,7 @@ pub(super) fn submit_direct<R>(
 ) -> R {
     let outcome = stream.instance().at_line(line, queue);
     late();
+    drop(frozen);
     outcome
 }
 
@@ -65,20 +76,61 @@ fn order(
     line: &'static Location<'static>,
     queue: &mut dyn FnMut() -> Result<()>,
 ) -> Result<()> {
+    check(stream, accesses, reach)?;
+    stream.instance().at_line(line, || {
+        in_order(stream, |_frozen| match capture_of(stream)? {
+            Some(capture) => CapturedBuffers::submit(&capture, stream, accesses, queue).map(Ok),
+            None => run_now(stream, accesses, queue),
+        })
+    })
+}
+
+/// Makes a copy of `access` from or to ordinary host memory, which is complete when `copy` returns. It waits for the
+/// stream's work on the host, so captures are frozen only before that.
+pub(super) fn submit_ordinary(
+    stream: &Stream,
+    mut access: Access<'_>,
+    line: &'static Location<'static>,
+    mut copy: impl FnMut() -> Result<()>,
+) -> Result<()> {
+    check(stream, &[access], Reach::AnyDevice)?;
+    stream.instance().at_line(line, || {
+        in_order(stream, |frozen| {
+            if capture_of(stream)?.is_some() {
+                return Err(BufferError::OrdinaryMemoryInCapture.into());
+            }
+            access.track_for(stream);
+            let Memory::Tracked(tracked) = access.memory else {
+                drop(frozen);
+                return copy().map(Ok);
+            };
+            let Some(mut uses) = tracked.uses_if_unlocked() else { return Ok(Err(tracked)) };
+            tracked.prepare(&mut uses, stream, access.span)?;
+            let joined = capture_of(stream)?.is_some();
+            if joined {
+                uses.forget_waits(stream.id());
+                return Err(BufferError::OrdinaryMemoryInCapture.into());
+            }
+            drop(frozen);
+            // Nothing is under way afterwards that a later use has to wait for.
+            copy().map(Ok)
+        })
+    })
+}
+
+/// Fails if the memory is not the stream's to use.
+fn check(stream: &Stream, accesses: &[Access<'_>], reach: Reach) -> Result<()> {
     let instance = stream.instance();
     if reach == Reach::OwnDevice {
         accesses.iter().try_for_each(|access| access.expect_device_of(stream))?;
     }
-    for access in &*accesses {
+    for access in accesses {
         access.instance().expect_same(instance, "the stream")?;
     }
     if instance.has_asleep() {
         expect_awake(instance, accesses)?;
     }
-    instance.at_line(line, || match capture_of(stream)? {
-        Some(capture) => CapturedBuffers::submit(&capture, stream, accesses, queue),
-        None => run_now(stream, accesses, queue),
-    })
+    Ok(())
 }
 
 #[cold]
@@ -89,12 +141,23 @@ fn expect_awake(instance: &Instance, accesses: &[Access<'_>]) -> Result<()> {
     })
 }
 
-fn run_now(stream: &Stream, accesses: &mut [Access<'_>], queue: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+/// Queues work that is to run at once, unless a buffer is busy.
+fn run_now<'a>(
+    stream: &Stream,
+    accesses: &mut [Access<'a>],
+    queue: &mut dyn FnMut() -> Result<()>,
+) -> Result<std::result::Result<(), &'a Tracked>> {
     accesses.iter_mut().for_each(|access| access.track_for(stream));
     accesses.sort_unstable_by_key(Access::key);
     let (private, tracked) = accesses.split_at(accesses.partition_point(|access| access.key() == 0));
     let mut outcome = Ok(());
-    run(stream, tracked, false, &mut || outcome = queue())?;
+    let queued = match run(stream, tracked, false, &mut || outcome = queue())? {
+        Attempt::Queued(queued) => queued,
+        Attempt::Busy(tracked) => return Ok(Err(tracked)),
+    };
     private.iter().for_each(|access| access.add_late(stream));
-    outcome
+    if let Some(joined) = &queued.capture {
+        CapturedBuffers::keep(joined, stream, accesses);
+    }
+    outcome.map(Ok)
 }

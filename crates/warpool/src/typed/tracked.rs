@@ -110,7 +110,17 @@ impl Tracked {
         Ok(lock(&self.uses))
     }
 
-    /// The same, if no work is being queued on it.
+    /// The same, if no other thread has it locked.
+    pub(super) fn uses_if_unlocked(&self) -> Option<MutexGuard<'_, Uses>> {
+        try_lock(&self.uses)
+    }
+
+    /// Waits until no thread has it locked. The caller holds neither captures nor other buffers.
+    pub(super) fn wait_until_unlocked(&self) -> Result<()> {
+        self.lock_uses().map(drop)
+    }
+
+    /// The same as [`lock_uses`](Self::lock_uses), if no work is being queued on it.
     pub(super) fn try_lock_uses(&self) -> Result<MutexGuard<'_, Uses>> {
         let being_queued = || BufferError::BeingQueued { buffer: self.name() }.into();
         try_lock(&self.uses).ok_or_else(being_queued)

@@ -8,5 +8,6 @@ mod hazards;
 mod kernels;
 mod order;
 mod pinned;
+mod racing_captures;
 mod replays;
 mod vectors;

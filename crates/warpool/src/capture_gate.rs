@@ -1,0 +1,258 @@
+//! Keeps captures from beginning and ending while a typed call puts work into a stream.
+//!
+//! A typed call asks whether its stream captures, and then calls the driver. If a capture began in between, the work
+//! would be part of a graph that does not keep its memory; if one ended, the work would run without a record of its
+//! use. So a typed call enters the gate for as long as both take ([`FrozenCaptures`]), and whoever begins or ends a
+//! capture closes it around the driver call ([`CaptureChange`]).
+//!
+//! Entering and leaving an open gate is one atomic operation each, on one of several counters, so that threads with
+//! streams of their own do not share a cache line. Closing it waits until all counters are 0, and typed calls that come
+//! meanwhile wait until it is open again. A thread that is inside already enters at once: it would wait for itself
+//! otherwise (the closure of `with_address` may make typed calls).
+//!
+//! A stream can still join a capture meanwhile, by waiting for an event of it: typed calls look again after the driver
+//! call (`typed/operation.rs`).
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::{Result, lock};
+
+/// How many counters there are. Closing the gate reads them all.
+const COUNTERS: usize = 16;
+
+/// After this long, a capture that waits for typed calls logs a warning.
+const WARN_AFTER: Duration = Duration::from_secs(5);
+
+thread_local! {
+    /// The address of the gate that this thread has entered last and not left; 0 if there is none.
+    static INSIDE: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Typed calls that are inside, and whether a capture is beginning or ending.
+#[derive(Default)]
+pub(crate) struct CaptureGate {
+    inside: [Counter; COUNTERS],
+    /// How many captures are beginning or ending; 0 if it is open.
+    changes: AtomicUsize,
+    /// For threads that wait for either side; held only while counters are read.
+    waiting: Mutex<()>,
+    changed: Condvar,
+}
+
+/// On a cache line of its own, and on the one that the processor fetches with it.
+#[derive(Default)]
+#[repr(align(128))]
+struct Counter(AtomicUsize);
+
+impl CaptureGate {
+    /// Enters, unless it is closed. Calls with the same `key` share a counter.
+    #[inline]
+    pub(crate) fn try_enter(&self, key: u64) -> Option<FrozenCaptures<'_>> {
+        let counter = &self.inside[key as usize % COUNTERS].0;
+        // Counted before `changes` is read, which `close` counts before it reads this: one of both sees the other.
+        counter.fetch_add(1, Ordering::SeqCst);
+        if self.is_closed() && !self.is_thread_inside() {
+            self.leave(counter);
+            return None;
+        }
+        let outer = INSIDE.replace(self.address());
+        Some(FrozenCaptures { gate: self, counter, outer, _not_send: PhantomData })
+    }
+
+    /// The same, and waits while it is closed. `may_wait` is called before that.
+    pub(crate) fn enter(&self, key: u64, may_wait: impl FnOnce() -> Result<()>) -> Result<FrozenCaptures<'_>> {
+        if let Some(entered) = self.try_enter(key) {
+            return Ok(entered);
+        }
+        may_wait()?;
+        let mut guard = lock(&self.waiting);
+        loop {
+            if !self.is_closed() {
+                drop(guard);
+                if let Some(entered) = self.try_enter(key) {
+                    return Ok(entered);
+                }
+                guard = lock(&self.waiting);
+                continue;
+            }
+            guard = self.changed.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Whether the calling thread is inside. (Not found if it has entered the gate of another `Instance` since.)
+    pub(crate) fn is_thread_inside(&self) -> bool {
+        INSIDE.get() == self.address()
+    }
+
+    /// Closes it, and waits for everyone inside to leave. Several captures may begin and end at once. Not to be called
+    /// by a thread that is inside.
+    pub(crate) fn close(&self) -> CaptureChange<'_> {
+        self.changes.fetch_add(1, Ordering::SeqCst);
+        let change = CaptureChange { gate: self };
+        let (begun, mut warned) = (Instant::now(), false);
+        let mut guard = lock(&self.waiting);
+        while self.inside.iter().any(|counter| counter.0.load(Ordering::SeqCst) > 0) {
+            if begun.elapsed() >= WARN_AFTER && !warned {
+                warned = true;
+                tracing::warn!("a capture cannot begin or end while the closure of a typed call runs");
+            }
+            guard = self.changed.wait_timeout(guard, WARN_AFTER).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(guard);
+        change
+    }
+
+    #[inline]
+    fn is_closed(&self) -> bool {
+        self.changes.load(Ordering::SeqCst) > 0
+    }
+
+    #[inline]
+    fn leave(&self, counter: &AtomicUsize) {
+        counter.fetch_sub(1, Ordering::SeqCst);
+        if self.is_closed() {
+            self.wake();
+        }
+    }
+
+    #[cold]
+    fn wake(&self) {
+        // A thread that has read what it waits for and is about to sleep holds the lock until it sleeps.
+        drop(lock(&self.waiting));
+        self.changed.notify_all();
+    }
+
+    fn address(&self) -> usize {
+        std::ptr::from_ref(self).addr()
+    }
+}
+
+/// No capture of a graph begins or ends until this is dropped.
+#[must_use = "captures may begin and end once it is dropped"]
+pub(crate) struct FrozenCaptures<'a> {
+    gate: &'a CaptureGate,
+    counter: &'a AtomicUsize,
+    /// What [`INSIDE`] was before.
+    outer: usize,
+    _not_send: PhantomData<Rc<()>>,
+}
+
+impl Drop for FrozenCaptures<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        INSIDE.set(self.outer);
+        self.gate.leave(self.counter);
+    }
+}
+
+/// No typed call is between its check and its driver call until this is dropped. Hold it over driver calls that begin
+/// or end a capture, never over user code.
+#[must_use = "typed calls go on once it is dropped"]
+pub(crate) struct CaptureChange<'a> {
+    gate: &'a CaptureGate,
+}
+
+impl Drop for CaptureChange<'_> {
+    fn drop(&mut self) {
+        if self.gate.changes.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.gate.wake();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    fn wait_until_closed(gate: &CaptureGate) {
+        while !gate.is_closed() {
+            thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_change_waits_for_calls_and_later_calls_wait_for_the_change() {
+        let gate = Arc::new(CaptureGate::default());
+        let (sender, receiver) = mpsc::channel();
+        let outer = gate.try_enter(0).unwrap();
+        let change = thread::spawn({
+            let (gate, sender) = (Arc::clone(&gate), sender.clone());
+            move || {
+                let change = gate.close();
+                sender.send("changed").unwrap();
+                drop(change);
+            }
+        });
+        wait_until_closed(&gate);
+        let late = thread::spawn({
+            let gate = Arc::clone(&gate);
+            move || {
+                assert!(gate.try_enter(1).is_none());
+                let _entered = gate.enter(1, || Ok(())).unwrap();
+                sender.send("entered").unwrap();
+            }
+        });
+        // A nested call must not wait: its thread would never leave.
+        let nested = gate.enter(1, || panic!("it waits for itself")).unwrap();
+        assert!(gate.is_thread_inside());
+        drop(nested);
+        assert!(gate.is_thread_inside() && receiver.try_recv().is_err());
+        drop(outer);
+        assert!(!gate.is_thread_inside());
+        assert_eq!((receiver.recv().unwrap(), receiver.recv().unwrap()), ("changed", "entered"));
+        change.join().unwrap();
+        late.join().unwrap();
+        assert!(gate.inside.iter().all(|counter| counter.0.load(Ordering::SeqCst) == 0));
+    }
+
+    #[test]
+    fn another_gate_is_entered_on_its_own() {
+        let gates = [CaptureGate::default(), CaptureGate::default()];
+        let _first = gates[0].try_enter(0).unwrap();
+        let second = gates[1].try_enter(0).unwrap();
+        assert!(gates[1].is_thread_inside());
+        drop(second);
+        assert!(gates[0].is_thread_inside());
+        drop(gates[1].close());
+    }
+
+    /// What calls see is the same at their begin and end.
+    #[test]
+    fn nothing_changes_while_a_call_is_inside() {
+        let gate = CaptureGate::default();
+        let (value, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
+        thread::scope(|scope| {
+            for key in 0..3 {
+                let (gate, value, stop) = (&gate, &value, &stop);
+                scope.spawn(move || {
+                    while !stop.load(Ordering::Relaxed) {
+                        let entered = gate.enter(key, || Ok(())).unwrap();
+                        let before = value.load(Ordering::Relaxed);
+                        for _ in 0..20 {
+                            assert_eq!((before % 2, value.load(Ordering::Relaxed)), (0, before));
+                        }
+                        drop(entered);
+                    }
+                });
+            }
+            for _ in 0..2000 {
+                let change = gate.close();
+                value.fetch_add(1, Ordering::Relaxed);
+                thread::yield_now();
+                value.fetch_add(1, Ordering::Relaxed);
+                drop(change);
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+    }
+}
