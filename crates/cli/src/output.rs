@@ -1,6 +1,9 @@
 //! Output of the commands: tables for people, or one JSON object per line for programs; never both. Also the exit
 //! status of a result.
+//!
+//! Text of a recording may contain anything. All output passes here, and what a terminal would act on is escaped.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::io::{self, Write};
 
@@ -30,15 +33,43 @@ pub enum CommandError {
     Output(io::Error),
 }
 
-/// `text` (a file name, for example) on one line, with control characters escaped.
+/// Whether a terminal acts on a character instead of showing it: control characters, and those that change the order in
+/// which text is shown.
+fn is_active(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+fn escape(c: char) -> String {
+    if is_active(c) { c.escape_default().to_string() } else { c.to_string() }
+}
+
+/// `text` (a file name, for example) on one line, with what a terminal would act on escaped.
 pub fn printable(text: &str) -> String {
-    let escape = |c: char| if c.is_control() { c.escape_default().to_string() } else { c.to_string() };
     text.chars().map(escape).collect()
+}
+
+/// The same, in lines as they are.
+fn printable_lines(text: &str) -> Cow<'_, str> {
+    let is_active = |c: char| c != '\n' && is_active(c);
+    if !text.contains(is_active) {
+        return Cow::Borrowed(text);
+    }
+    Cow::Owned(text.chars().map(|c| if c == '\n' { c.to_string() } else { escape(c) }).collect())
+}
+
+/// JSON in which all such characters are written as `\uXXXX`. They can only be in strings.
+fn printable_json(object: &Value) -> String {
+    let text = object.to_string();
+    if !text.contains(is_active) {
+        return text;
+    }
+    text.chars().map(|c| if is_active(c) { format!("\\u{:04x}", u32::from(c)) } else { c.to_string() }).collect()
 }
 
 /// Writes a line to stderr. A failure is ignored: the exit status tells the same, and `eprintln!` would panic.
 pub fn message(line: impl fmt::Display) {
-    let _ = writeln!(io::stderr(), "{line}");
+    let _ = writeln!(io::stderr(), "{}", printable_lines(&line.to_string()));
 }
 
 /// The result of a command.
@@ -115,23 +146,23 @@ impl Output {
                 let versioned: Map<String, Value> = std::iter::once((VERSION.to_owned(), Value::from(1)))
                     .chain(fields.iter().map(|(key, value)| (key.clone(), value.clone())))
                     .collect();
-                writeln!(self.out, "{}", Value::Object(versioned))
+                writeln!(self.out, "{}", printable_json(&Value::Object(versioned)))
             }
-            _ => writeln!(self.out, "{object}"),
+            _ => writeln!(self.out, "{}", printable_json(object)),
         }
     }
 
     /// Writes a line of text.
     pub fn line(&mut self, line: impl fmt::Display) -> io::Result<()> {
-        if self.json { Ok(()) } else { writeln!(self.out, "{line}") }
+        if self.json { Ok(()) } else { writeln!(self.out, "{}", printable_lines(&line.to_string())) }
     }
 
     /// Writes a line that stands out where a terminal is.
     pub fn heading(&mut self, line: &str) -> io::Result<()> {
-        match self.bold {
-            true => self.line(console::style(line).bold().force_styling(true)),
-            false => self.line(line),
+        if self.json || !self.bold {
+            return self.line(line);
         }
+        writeln!(self.out, "{}", console::style(printable_lines(line)).bold().force_styling(true))
     }
 
     /// Writes a paragraph in lines that fit the terminal; nothing if it is empty.
@@ -163,7 +194,7 @@ impl Output {
             None => table.lines().collect(),
         };
         for line in lines {
-            writeln!(self.out, "{}", line.trim_end())?;
+            writeln!(self.out, "{}", printable_lines(line.trim_end()))?;
         }
         writeln!(self.out)
     }
@@ -199,6 +230,19 @@ pub fn spinner(unit: &str) -> ProgressBar {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Issue 18: they reached the terminal, which set its title, cleared its screen and hid text.
+    #[test]
+    fn what_a_terminal_would_act_on_is_escaped() {
+        let text = "\u{1b}]0;owned\u{7}train\r\u{9b}8m\n\u{202e}x é";
+        let escaped = "\\u{1b}]0;owned\\u{7}train\\r\\u{9b}8m\n\\u{202e}x é";
+        assert_eq!(printable_lines(text), escaped);
+        assert_eq!(printable(text), escaped.replace('\n', "\\n"));
+        let object = Value::from(text);
+        let json = printable_json(&object);
+        assert!(!json.contains(is_active), "{json}");
+        assert_eq!(serde_json::from_str::<Value>(&json).unwrap(), object);
+    }
 
     #[test]
     fn table_has_a_header_line_and_aligned_columns() {

@@ -8,8 +8,8 @@ use warpool::Instance;
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{DeviceId, DevicePtr, Driver, Memory as _, StreamId};
 use warpool::memory::{
-    Allocation, CachingAllocator, Decorator, DeviceAllocator, DriverPoolAllocator, FnAllocator, FreeBlockOrder,
-    Limited, PagedAllocator, PluggableAllocator, Request, Reserve, Settings, Traced, Upstream,
+    Allocation, CachingAllocator, Decorator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, FnAllocator,
+    FreeBlockOrder, Limited, PagedAllocator, PluggableAllocator, Request, Reserve, Settings, Traced, Upstream,
 };
 
 use crate::context::Context;
@@ -220,6 +220,13 @@ impl Upstream for SimMemory {
     }
 }
 
+/// Takes ownership of what a program has allocated or restored.
+#[expect(unsafe_code, reason = "the promise of `DeviceBlock::from_raw`")]
+pub fn into_block(allocator: &Arc<dyn DeviceAllocator>, allocation: Allocation) -> DeviceBlock {
+    // SAFETY: a program holds each of its allocations once: as it is, or as the block that is made here.
+    unsafe { DeviceBlock::from_raw(Arc::clone(allocator), allocation) }
+}
+
 /// A decorator with a defect: every 40th block is one that was returned before.
 #[derive(Debug)]
 struct Broken {
@@ -228,7 +235,9 @@ struct Broken {
     last: Mutex<Option<Allocation>>,
 }
 
-impl Decorator for Broken {
+#[expect(unsafe_code, reason = "the defect that programs have to find")]
+// SAFETY: it breaks the promise on purpose. The memory is the simulated device's, and no typed memory is made of it.
+unsafe impl Decorator for Broken {
     fn decorator_name(&self) -> &'static str {
         "broken"
     }

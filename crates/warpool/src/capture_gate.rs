@@ -16,8 +16,8 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::{Result, lock};
@@ -37,10 +37,9 @@ thread_local! {
 #[derive(Default)]
 pub(crate) struct CaptureGate {
     inside: [Counter; COUNTERS],
-    closed: AtomicBool,
-    /// Held by the one thread that begins or ends a capture.
-    changing: Mutex<()>,
-    /// For threads that wait for either side; held only while counters or `closed` are read.
+    /// How many captures are beginning or ending; 0 if it is open.
+    changes: AtomicUsize,
+    /// For threads that wait for either side; held only while counters are read.
     waiting: Mutex<()>,
     changed: Condvar,
 }
@@ -55,9 +54,9 @@ impl CaptureGate {
     #[inline]
     pub(crate) fn try_enter(&self, key: u64) -> Option<FrozenCaptures<'_>> {
         let counter = &self.inside[key as usize % COUNTERS].0;
-        // Counted before `closed` is read, which `close` sets before it reads the counters: one of both sees the other.
+        // Counted before `changes` is read, which `close` counts before it reads this: one of both sees the other.
         counter.fetch_add(1, Ordering::SeqCst);
-        if self.closed.load(Ordering::SeqCst) && !self.is_thread_inside() {
+        if self.is_closed() && !self.is_thread_inside() {
             self.leave(counter);
             return None;
         }
@@ -73,7 +72,7 @@ impl CaptureGate {
         may_wait()?;
         let mut guard = lock(&self.waiting);
         loop {
-            if !self.closed.load(Ordering::SeqCst) {
+            if !self.is_closed() {
                 drop(guard);
                 if let Some(entered) = self.try_enter(key) {
                     return Ok(entered);
@@ -90,11 +89,11 @@ impl CaptureGate {
         INSIDE.get() == self.address()
     }
 
-    /// Closes it, and waits for everyone inside to leave. Not to be called by a thread that is inside.
+    /// Closes it, and waits for everyone inside to leave. Several captures may begin and end at once. Not to be called
+    /// by a thread that is inside.
     pub(crate) fn close(&self) -> CaptureChange<'_> {
-        let changing = lock(&self.changing);
-        self.closed.store(true, Ordering::SeqCst);
-        let change = CaptureChange { gate: self, _changing: changing };
+        self.changes.fetch_add(1, Ordering::SeqCst);
+        let change = CaptureChange { gate: self };
         let (begun, mut warned) = (Instant::now(), false);
         let mut guard = lock(&self.waiting);
         while self.inside.iter().any(|counter| counter.0.load(Ordering::SeqCst) > 0) {
@@ -109,9 +108,14 @@ impl CaptureGate {
     }
 
     #[inline]
+    fn is_closed(&self) -> bool {
+        self.changes.load(Ordering::SeqCst) > 0
+    }
+
+    #[inline]
     fn leave(&self, counter: &AtomicUsize) {
         counter.fetch_sub(1, Ordering::SeqCst);
-        if self.closed.load(Ordering::SeqCst) {
+        if self.is_closed() {
             self.wake();
         }
     }
@@ -146,31 +150,32 @@ impl Drop for FrozenCaptures<'_> {
     }
 }
 
-/// No typed call is between its check and its driver call until this is dropped. Hold it over driver calls that begin or
-/// end a capture, never over user code.
+/// No typed call is between its check and its driver call until this is dropped. Hold it over driver calls that begin
+/// or end a capture, never over user code.
 #[must_use = "typed calls go on once it is dropped"]
 pub(crate) struct CaptureChange<'a> {
     gate: &'a CaptureGate,
-    _changing: MutexGuard<'a, ()>,
 }
 
 impl Drop for CaptureChange<'_> {
     fn drop(&mut self) {
-        self.gate.closed.store(false, Ordering::SeqCst);
-        self.gate.wake();
+        if self.gate.changes.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.gate.wake();
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
     use std::sync::mpsc;
     use std::thread;
 
     use super::*;
 
     fn wait_until_closed(gate: &CaptureGate) {
-        while !gate.closed.load(Ordering::SeqCst) {
+        while !gate.is_closed() {
             thread::yield_now();
         }
     }
@@ -221,7 +226,7 @@ mod tests {
         drop(gates[1].close());
     }
 
-    /// What calls see is the same at their begin and end, and changes exclude each other.
+    /// What calls see is the same at their begin and end.
     #[test]
     fn nothing_changes_while_a_call_is_inside() {
         let gate = CaptureGate::default();

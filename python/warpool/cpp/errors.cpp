@@ -36,6 +36,16 @@ void throw_last_error() {
     TORCH_CHECK(false, thrown.text);
 }
 
+void forget_kept() noexcept {
+    kept.reset();
+}
+
+void throw_kept() {
+    if (kept.has_value()) {
+        throw_last_error();
+    }
+}
+
 void keep_exception() noexcept {
     try {
         throw;

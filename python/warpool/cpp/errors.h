@@ -19,4 +19,19 @@ inline void check(int status) {
 // thread returns.
 void keep_exception() noexcept;
 
+// Forgets what callbacks of earlier calls kept.
+void forget_kept() noexcept;
+
+// Throws what a callback kept, if any did.
+void throw_kept();
+
+// Makes a call with callbacks that fill a container, and throws if it fails or if one of them kept an exception: the
+// container is not complete then.
+template <typename Call>
+void check_filled(Call&& call) {
+    forget_kept();
+    check(call());
+    throw_kept();
+}
+
 }  // namespace warpool_torch

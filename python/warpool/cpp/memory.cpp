@@ -197,10 +197,13 @@ void DeviceAllocator::setMemoryFraction(double fraction, c10::DeviceIndex device
 std::vector<caching::StreamSegmentSize> DeviceAllocator::getExpandableSegmentSizes(c10::DeviceIndex device) {
     std::vector<caching::StreamSegmentSize> sizes;
     const auto add = [](void* user, void* stream, bool is_small, size_t bytes) {
-        auto& sizes = *static_cast<std::vector<caching::StreamSegmentSize>*>(user);
-        sizes.emplace_back(static_cast<cudaStream_t>(stream), is_small, bytes);
+        guarded(0, [&] {
+            auto& sizes = *static_cast<std::vector<caching::StreamSegmentSize>*>(user);
+            sizes.emplace_back(static_cast<cudaStream_t>(stream), is_small, bytes);
+            return 0;
+        });
     };
-    check(warpool_expandable_sizes(device, add, &sizes));
+    check_filled([&] { return warpool_expandable_sizes(device, add, &sizes); });
     return sizes;
 }
 #endif
@@ -251,10 +254,13 @@ c10::CachingDeviceAllocator::DeviceStats DeviceAllocator::getDeviceStats(c10::De
     warpool_device_stats_values values{};
 #if WARPOOL_TORCH_AT_LEAST(2, 13)
     const auto add_pool = [](void* user, warpool_pool_id pool, const warpool_stat_by_kind* reserved) {
-        auto& stats = *static_cast<c10::CachingDeviceAllocator::DeviceStats*>(user);
-        stats.reserved_bytes_by_private_pools[{pool.graph, pool.user}] = stat_array(*reserved);
+        guarded(0, [&] {
+            auto& stats = *static_cast<c10::CachingDeviceAllocator::DeviceStats*>(user);
+            stats.reserved_bytes_by_private_pools[{pool.graph, pool.user}] = stat_array(*reserved);
+            return 0;
+        });
     };
-    check(warpool_device_stats(device, &values, add_pool, &stats));
+    check_filled([&] { return warpool_device_stats(device, &values, add_pool, &stats); });
 #else
     check(warpool_device_stats(device, &values, nullptr, nullptr));
 #endif

@@ -124,13 +124,19 @@ caching::CheckpointDelta DeviceAllocator::setCheckpointPoolState(
     TORCH_CHECK(saved != nullptr, "the state is not a checkpoint of Warpool's: it came from another allocator");
     Delta delta{{}, {c10::DeviceType::CUDA, device}, raw_deleter()};
     const auto freed = [](void* user, void* ptr) {
-        static_cast<Delta*>(user)->delta.ptrs_freed.push_back(ptr);
+        guarded(0, [&] {
+            static_cast<Delta*>(user)->delta.ptrs_freed.push_back(ptr);
+            return 0;
+        });
     };
     const auto allocated = [](void* user, void* ptr) {
-        auto& delta = *static_cast<Delta*>(user);
-        delta.delta.dataptrs_allocd.emplace_back(ptr, ptr, delta.deleter, delta.device);
+        guarded(0, [&] {
+            auto& delta = *static_cast<Delta*>(user);
+            delta.delta.dataptrs_allocd.emplace_back(ptr, ptr, delta.deleter, delta.device);
+            return 0;
+        });
     };
-    check(warpool_restore(saved->checkpoint, freed, allocated, &delta));
+    check_filled([&] { return warpool_restore(saved->checkpoint, freed, allocated, &delta); });
     return std::move(delta.delta);
 }
 

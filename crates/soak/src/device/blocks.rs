@@ -6,6 +6,7 @@ use warpool::{Error, Stream};
 
 use super::pools::Pool;
 use super::{DEVICES, Run, STREAMS};
+use crate::allocators::into_block;
 use crate::machine::{Outcome, is_counted};
 
 /// An allocated block of the program.
@@ -85,7 +86,7 @@ impl Run<'_> {
         self.machine.write_tag(allocation.ptr, bytes, tag, stream);
         let owned = match self.context.rng.below(2) {
             0 => Owned::Raw(allocation),
-            _ => Owned::Block(DeviceBlock::from_raw(self.subject.allocator.clone(), allocation)),
+            _ => Owned::Block(into_block(&self.subject.allocator, allocation)),
         };
         Some(Held { owned, tag, stream: stream.clone(), read_elsewhere: false })
     }

@@ -1,13 +1,12 @@
 //! Checkpoints of private pools, and their restoration.
 
-use std::sync::Arc;
-
 use warpool::driver::DevicePtr;
 use warpool::memory::{Allocation, MemPool, MemPoolId, PoolCheckpoint, PoolOptions};
 use warpool::{Error, Stream};
 
 use super::blocks::{Held, Owned};
 use super::{DEVICES, Run};
+use crate::allocators::into_block;
 use crate::machine::{Outcome, device_id};
 
 impl Run<'_> {
@@ -128,7 +127,7 @@ impl Run<'_> {
         let tag = self.tag();
         self.context.step(format!("  block {tag} at {} is restored", allocation.ptr));
         self.machine.write_tag(allocation.ptr, allocation.bytes_requested, tag, stream);
-        let block = warpool::memory::DeviceBlock::from_raw(Arc::clone(&self.subject.allocator), allocation);
+        let block = into_block(&self.subject.allocator, allocation);
         blocks.push(Held { owned: Owned::Block(block), tag, stream: stream.clone(), read_elsewhere: false });
     }
 }

@@ -9,6 +9,7 @@ use warpool::{Error, Result, Stream};
 
 use super::blocks::{Held, Owned};
 use super::{DEVICES, Run, STREAMS};
+use crate::allocators::into_block;
 use crate::caught::{caught, inject_panic};
 use crate::machine::Outcome;
 
@@ -116,7 +117,7 @@ impl Run<'_> {
     fn owned_block(&self, held: Held) -> DeviceBlock {
         match held.owned {
             Owned::Block(block) => block,
-            Owned::Raw(allocation) => DeviceBlock::from_raw(Arc::clone(&self.subject.allocator), allocation),
+            Owned::Raw(allocation) => into_block(&self.subject.allocator, allocation),
         }
     }
 

@@ -107,7 +107,15 @@ impl Default for SnapshotOptions {
 /// - Every method may be called from any thread at any time, also while a stream captures.
 /// - A failed call has no visible effect but on statistics.
 /// - Observers are called without any lock held, and may call the allocator.
-pub trait DeviceAllocator: fmt::Debug + Send + Sync {
+///
+/// # Safety
+/// Typed memory is made of what an allocator returns, and safe code writes there. So the implementation promises:
+/// - An allocation is device memory of its [`Instance`] from `ptr` on, with at least the requested bytes, as long as it
+///   is not freed.
+/// - Until it is freed and the work of its streams is done, no other allocation, and nothing else that the program has,
+///   overlaps it.
+#[expect(unsafe_code, reason = "nothing can check what an implementation returns")]
+pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
     /// The name by which it is chosen: `caching`, `driver-pool`.
     fn name(&self) -> &'static str;
 

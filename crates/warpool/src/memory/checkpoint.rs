@@ -68,8 +68,14 @@ impl PoolCheckpoint {
     }
 }
 
+/// Why a checkpoint cannot be restored while a block of the pool serves the default pool.
+pub(super) fn lent_block(ptr: u64) -> String {
+    format!("the block at {ptr:#x} serves a request of the default pool, which ran out of memory; free it first")
+}
+
 /// What restoring a checkpoint did. An address may be in both lists: its block is another one now. Blocks that graphs
-/// own stay as they are, and are in neither.
+/// own stay as they are, and are in neither; so do those that serve requests of the default pool
+/// ([`use_on_oom`](super::PoolOptions::use_on_oom)).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Restored {
     /// Blocks that were allocated and are freed now: their owners must not use or free them any more.

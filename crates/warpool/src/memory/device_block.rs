@@ -34,10 +34,15 @@ impl DeviceBlock {
         Ok(Self { allocator: Arc::clone(allocator), instance, allocation })
     }
 
-    /// Takes ownership of what a raw call allocated. It must not be freed otherwise: the drop would then find nothing,
-    /// or free what was allocated at the same address since, which is safe for the host but not for work on the device.
+    /// Takes ownership of what a raw call allocated.
+    ///
+    /// # Safety
+    /// `allocation` is what [`allocate_raw`](DeviceAllocator::allocate_raw) of `allocator` returned (or
+    /// [`into_raw`](Self::into_raw) of a block of it), has not been freed, has no other owner, and is not freed
+    /// otherwise from here on. Typed memory is made of blocks, so safe code writes wherever the block says it is.
     #[must_use]
-    pub fn from_raw(allocator: Arc<dyn DeviceAllocator>, allocation: Allocation) -> Self {
+    #[expect(unsafe_code, reason = "nothing can check that the memory has no other owner")]
+    pub unsafe fn from_raw(allocator: Arc<dyn DeviceAllocator>, allocation: Allocation) -> Self {
         let instance = allocator.instance().key();
         Self { allocator, instance, allocation }
     }
@@ -145,6 +150,8 @@ impl fmt::Debug for DeviceBlock {
 }
 
 /// Allocation of owned blocks, for allocators behind an [`Arc`].
+///
+/// Whoever calls it checks the size of a block where that counts: any type may implement it.
 pub trait Allocate {
     /// Memory for work on `stream`, from the pool that the thread or the stream is routed to.
     fn allocate(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock>;

@@ -55,8 +55,8 @@ impl CapturedBuffers {
         outcome
     }
 
-    /// Work in `stream` was to run at once, but may have become part of the capture that the stream joined meanwhile: its
-    /// graph keeps the buffers. What it cannot keep is never freed.
+    /// Work in `stream` was to run at once, but may have become part of the capture that the stream joined meanwhile:
+    /// its graph keeps the buffers. What it cannot keep is never freed.
     #[cold]
     pub(super) fn keep(joined: &Joined, stream: &Stream, accesses: &[Access<'_>]) {
         for access in accesses {

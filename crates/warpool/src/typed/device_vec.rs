@@ -9,6 +9,7 @@ use bytemuck::Pod;
 use super::buffer::Buffer;
 use super::vector::vector;
 use super::view::{IntoView, IntoViewMut, Part, Sealed, View, ViewMut};
+use crate::error::BufferError;
 use crate::memory::Allocate;
 use crate::{Device, Error, Result, Stream};
 
@@ -62,7 +63,11 @@ impl<T: Pod> DeviceVec<T> {
     /// `len` elements for work that begins in `stream`. What they contain is undefined until they are written.
     #[inline]
     pub fn uninit(allocator: &impl Allocate, len: usize, stream: &Stream) -> Result<Self> {
-        let block = allocator.allocate(byte_count::<T>(len)?, stream)?;
+        let bytes = byte_count::<T>(len)?;
+        let block = allocator.allocate(bytes, stream)?;
+        if block.bytes() < bytes {
+            return Err(BufferError::ShortBlock { bytes: block.bytes(), needed: bytes }.into());
+        }
         Ok(Self { buffer: Buffer::device(block), len, elements: PhantomData })
     }
 

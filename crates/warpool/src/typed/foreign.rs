@@ -16,9 +16,9 @@ impl Stream {
     /// empty view is at address 0.
     ///
     /// What the work does with the address is the promise of whoever queues it. `queue` runs under the lock of this
-    /// memory, so it must not use the same memory in another typed call. No capture begins or ends meanwhile: in `queue`
-    /// that is [`GraphError::InTypedCall`](crate::graph::GraphError::InTypedCall), and other threads wait, so it must
-    /// not wait for a thread that begins or ends one.
+    /// memory, so it must not use the same memory in another typed call. No capture begins or ends meanwhile: in
+    /// `queue` that is [`GraphError::InTypedCall`](crate::graph::GraphError::InTypedCall), and other threads wait, so
+    /// it must not wait for a thread that begins or ends one.
     #[track_caller]
     pub fn with_address<'a, T: Pod, R>(
         &self,

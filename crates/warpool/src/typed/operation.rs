@@ -164,8 +164,8 @@ pub(super) enum Joined {
 }
 
 /// Locks and prepares tracked buffers one by one, queues the work, and records the uses on the way back, also if
-/// `queue` has failed: some of the work may be in the stream. `accesses` are sorted. An error is one of the preparation,
-/// before anything was queued. To be called while captures are frozen.
+/// `queue` has failed: some of the work may be in the stream. `accesses` are sorted. An error is one of the
+/// preparation, before anything was queued. To be called while captures are frozen.
 pub(super) fn run<'a>(
     stream: &Stream,
     accesses: &[Access<'a>],

@@ -12,6 +12,7 @@ mod expandable;
 mod faults;
 mod growth;
 mod history;
+mod lent_blocks;
 mod out_of_memory;
 mod panics;
 mod placement;

@@ -119,7 +119,7 @@ fn relaxed() -> CaptureOptions<'static> {
     CaptureOptions::default().with_mode(CaptureMode::Relaxed)
 }
 
-/// The copy became part of a graph that did not keep its memory, and a replay wrote to a live slice.
+/// Issue 18: the copy became part of a graph that did not keep its memory, and a replay wrote to a live slice.
 #[test]
 fn a_capture_does_not_begin_between_check_and_call() -> Result<()> {
     // Straight to the driver, and in the order of a buffer that several streams or the host use.

@@ -1,7 +1,10 @@
 //! Vectors, views, copies and fills.
 
+use std::sync::Arc;
+
+use warpool::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool};
 use warpool::typed::BufferError;
-use warpool::{DeviceVec, Error, PinnedVec, Result};
+use warpool::{DeviceVec, Error, PinnedVec, Result, Stream};
 
 use crate::fixture::Fixture;
 
@@ -148,5 +151,30 @@ fn empty_vectors_need_no_driver_call() -> Result<()> {
     stream.copy(&pinned, &mut x)?;
     assert!(x.to_vec(&stream)?.is_empty() && x.is_empty() && pinned.is_empty());
     assert!(DeviceVec::<f64>::uninit(&gpu.allocator, usize::MAX, &stream).expect_err("too many").is_invalid_argument());
+    gpu.finish()
+}
+
+/// An allocator of a program: a safe trait, whose blocks may be too short.
+struct Short(Arc<dyn DeviceAllocator>);
+
+impl Allocate for Short {
+    fn allocate(&self, _: u64, stream: &Stream) -> Result<DeviceBlock> {
+        self.0.allocate(512, stream)
+    }
+
+    fn allocate_in(&self, pool: &MemPool, _: u64, stream: &Stream) -> Result<DeviceBlock> {
+        self.0.allocate_in(pool, 512, stream)
+    }
+}
+
+/// Issue 18: a vector of 1,024 elements in 512 bytes overwrote its neighbour.
+#[test]
+fn a_block_that_is_too_short_is_refused() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let stream = gpu.stream()?;
+    let short = Short(gpu.allocator.clone());
+    let error = DeviceVec::<u32>::uninit(&short, 1024, &stream).unwrap_err();
+    assert_eq!(error, BufferError::ShortBlock { bytes: 512, needed: 4096 }.into());
+    assert_eq!(DeviceVec::<u32>::zeroed(&short, 128, &stream)?.to_vec(&stream)?, [0; 128], "it fits");
     gpu.finish()
 }

@@ -116,7 +116,9 @@ impl Limited {
     }
 }
 
-impl Decorator for Limited {
+#[expect(unsafe_code, reason = "the promise of `Decorator`")]
+// SAFETY: it returns what the inner allocator returns.
+unsafe impl Decorator for Limited {
     fn decorator_name(&self) -> &'static str {
         "limited"
     }

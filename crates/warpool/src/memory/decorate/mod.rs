@@ -25,7 +25,12 @@ pub use traced::Traced;
 
 /// An allocator around another one. Every implementation is a [`DeviceAllocator`]: methods that are not here are
 /// forwarded.
-pub trait Decorator: fmt::Debug + Send + Sync {
+///
+/// # Safety
+/// What [`on_allocate`](Self::on_allocate) returns keeps the promises of a [`DeviceAllocator`]. What the inner one has
+/// returned for the same request does.
+#[expect(unsafe_code, reason = "nothing can check what an implementation returns")]
+pub unsafe trait Decorator: fmt::Debug + Send + Sync {
     /// What [`DeviceAllocator::name`] returns.
     fn decorator_name(&self) -> &'static str;
 
@@ -153,7 +158,9 @@ macro_rules! forward {
     )*};
 }
 
-impl<D: Decorator> DeviceAllocator for D {
+#[expect(unsafe_code, reason = "the promise of `DeviceAllocator`")]
+// SAFETY: that is what a `Decorator` promises.
+unsafe impl<D: Decorator> DeviceAllocator for D {
     fn name(&self) -> &'static str {
         self.decorator_name()
     }

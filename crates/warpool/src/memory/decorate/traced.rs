@@ -27,7 +27,9 @@ impl Traced {
     }
 }
 
-impl Decorator for Traced {
+#[expect(unsafe_code, reason = "the promise of `Decorator`")]
+// SAFETY: it returns what the inner allocator returns.
+unsafe impl Decorator for Traced {
     fn decorator_name(&self) -> &'static str {
         "traced"
     }

@@ -91,7 +91,10 @@ impl PagedDevice {
             }
             let kind = heap::kind_of(heap::rounded(request.bytes));
             let block = if no_split { heap.allocate_whole(kind, request.bytes) } else { heap.allocate(request.bytes) };
-            block.map(|block| self.finish(&mut heap, number, block, details))
+            block.map(|block| {
+                heap.set_lent(block);
+                self.finish(&mut heap, number, block, details)
+            })
         })
     }
 

@@ -32,7 +32,9 @@ impl PagedAllocator {
     }
 }
 
-impl DeviceAllocator for PagedAllocator {
+#[expect(unsafe_code, reason = "the promise of `DeviceAllocator`")]
+// SAFETY: a block is a range of mapped pages that no other block overlaps, and is free before it is allocated again.
+unsafe impl DeviceAllocator for PagedAllocator {
     fn name(&self) -> &'static str {
         "paged"
     }

@@ -15,10 +15,10 @@ use super::address_space::Location;
 use super::biased_lock::BiasedGuard;
 use super::device::{BlockRef, PagedDevice};
 use super::free::Fences;
-use super::heap::{Freed, Heap, State};
+use super::heap::{Freed, Heap, Kept, State};
 use super::pending::PendingFrees;
 use crate::capture::CaptureStatus;
-use crate::memory::checkpoint::{BlockUses, PoolCheckpoint, Restored, SavedBlock};
+use crate::memory::checkpoint::{BlockUses, PoolCheckpoint, Restored, SavedBlock, lent_block};
 use crate::memory::report::EntryDetails;
 use crate::memory::{Action, Allocation, MemPoolId, StackLevel, stream_fence};
 use crate::unwind::OnUnwind;
@@ -58,7 +58,7 @@ impl<'a> PoolHeaps<'a> {
     fn orders(&self, checkpoint: &PoolCheckpoint) -> BTreeSet<Order> {
         let mut orders = BTreeSet::new();
         for (_, heap) in &self.0 {
-            for (id, block) in heap.all_blocks().filter(|&(id, _)| !heap.is_held(id)) {
+            for (id, block) in heap.all_blocks().filter(|&(id, _)| !heap.is_held(id) && !heap.is_lent(id)) {
                 if checkpoint.overlaps(block.addr(), block.addr() + block.bytes()) {
                     orders.extend(heap.streams_using(id).iter().map(|&user| (user, heap.stream)));
                 }
@@ -79,9 +79,10 @@ impl<'a> PoolHeaps<'a> {
                 Ok(None) => Ok(None),
                 Ok(Some(true)) => Ok(Some((index, at))),
                 Ok(Some(false)) => Err(gone(saved)),
-                Err(held) => Err(refuse(format!(
+                Err(Kept::Held(held)) => Err(refuse(format!(
                     "a graph owns the block at {held:#x}, where another was; reset the graph first"
                 ))),
+                Err(Kept::Lent(lent)) => Err(refuse(lent_block(lent))),
             }
         };
         checkpoint.blocks.iter().map(place).collect()
@@ -102,7 +103,8 @@ impl PagedDevice {
         let mut blocks = Vec::new();
         for (_, heap) in &heaps.0 {
             let allocated = heap.all_blocks().filter(|(_, block)| block.state() == State::Allocated);
-            blocks.extend(allocated.map(|(id, block)| SavedBlock {
+            let own = allocated.filter(|&(id, _)| !heap.is_lent(id));
+            blocks.extend(own.map(|(id, block)| SavedBlock {
                 ptr: block.addr(),
                 size: block.bytes(),
                 requested: block.requested(),
@@ -132,7 +134,8 @@ impl PagedDevice {
         for (number, heap) in &mut heaps.0 {
             let ends = heap.ends();
             let blocks = heap.all_blocks().filter(|(_, block)| block.state() == State::Allocated);
-            let blocks: Vec<u32> = blocks.map(|(id, _)| id).filter(|&id| !heap.is_held(id)).collect();
+            let is_kept = |id: u32| heap.is_held(id) || heap.is_lent(id);
+            let blocks: Vec<u32> = blocks.map(|(id, _)| id).filter(|&id| !is_kept(id)).collect();
             for id in blocks {
                 let (start, bytes, requested) =
                     (heap.block(id).addr(), heap.block(id).bytes(), heap.block(id).requested());

@@ -9,7 +9,7 @@ use crate::error::SleepCall;
 use crate::memory::{Asleep, HostBlock};
 
 /// Pools between two states. Dropped before the call is [complete](Self::complete), also by a panic, they are in the
-/// state from before, but asleep if any of them lacks anything.
+/// state from before, but asleep if any of them lacks anything, or if copies may still read it.
 pub(super) struct Changing<'a> {
     shared: &'a Shared,
     pub(super) pools: Vec<ChangingPool<'a>>,
@@ -57,13 +57,15 @@ impl<'a> Changing<'a> {
         self.is_complete = true;
     }
 
-    /// Whether all segments have their memory, mapped, with their contents.
+    /// Whether all segments have their memory, mapped, with their contents, and nobody reads it.
     fn is_all_there(&self) -> bool {
         let is_there = |pool: &ChangingPool<'_>| {
             let segments = pool.pool.segments.segments();
-            segments.iter().all(|segment| {
-                segment.physical.is_some() && segment.has_access && segment.contents == Contents::Present
-            })
+            let is_read = pool.pool.segments.is_read_by_copies();
+            !is_read
+                && segments.iter().all(|segment| {
+                    segment.physical.is_some() && segment.has_access && segment.contents == Contents::Present
+                })
         };
         self.pools.iter().all(is_there)
     }

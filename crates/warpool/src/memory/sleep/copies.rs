@@ -80,6 +80,11 @@ impl<'a> Copies<'a> {
         }
         outcome
     }
+
+    /// Waits for all of them after a wait that failed: in each stream again, else for all work of the device.
+    pub(super) fn wait_again(&self) -> Result<()> {
+        self.wait().or_else(|_| self.device.synchronize())
+    }
 }
 
 fn forward(address: Address, by: u64) -> Address {

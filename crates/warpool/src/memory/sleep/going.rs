@@ -229,8 +229,13 @@ fn save(
         }
     }
     // Also after a failure: the next call must not meet copies of this one.
-    for copies in copies.values() {
-        outcome = outcome.and(copies.wait().map_err(failed));
+    for (id, copies) in &copies {
+        let Err(error) = copies.wait() else { continue };
+        if copies.wait_again().is_err() {
+            let of_device = pools.iter().filter(|pool| pool.pool.device() == *id);
+            of_device.for_each(|pool| pool.pool.segments.set_read_by_copies(true));
+        }
+        outcome = outcome.and(Err(failed(error)));
     }
     outcome
 }

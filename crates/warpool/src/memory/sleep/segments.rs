@@ -60,6 +60,8 @@ struct State {
     /// Physical memory that could not be released.
     unreleased: Vec<(PhysicalId, u64)>,
     peers: Vec<DeviceId>,
+    /// Whether copies that could not be waited for may still read the segments.
+    read_by_copies: bool,
 }
 
 /// Where the contents of a segment are.
@@ -185,7 +187,26 @@ impl TagSegments {
         Ok(())
     }
 
+    /// Copies of a sleep that failed may still read the segments, or do not any more.
+    pub(super) fn set_read_by_copies(&self, read_by_copies: bool) {
+        lock(&self.state).read_by_copies = read_by_copies;
+    }
+
+    pub(super) fn is_read_by_copies(&self) -> bool {
+        lock(&self.state).read_by_copies
+    }
+
+    /// Waits for the copies of a sleep that failed, if there may be any.
+    pub(super) fn wait_for_copies(&self) -> Result<()> {
+        if self.is_read_by_copies() {
+            self.device.synchronize()?;
+            self.set_read_by_copies(false);
+        }
+        Ok(())
+    }
+
     pub(super) fn unmap(&self, segment: &Segment) -> Result<()> {
+        self.wait_for_copies()?;
         self.driver().vm_unmap(DevicePtr(segment.ptr), segment.bytes)?;
         self.change(segment.ptr, |segment| (segment.is_mapped, segment.has_access) = (false, false));
         Ok(())
@@ -285,9 +306,15 @@ impl TagSegments {
         Ok(true)
     }
 
-    /// Waits for the work of a stream. `false` if a capture forbids it.
+    /// Waits for the work of a stream, and for copies that may read the segments. `false` if a capture forbids it.
     fn wait_for(&self, stream: StreamId) -> Result<bool> {
         let driver = self.driver();
+        if self.is_read_by_copies() {
+            if self.has_captures() {
+                return Ok(false);
+            }
+            self.wait_for_copies()?;
+        }
         let _relaxed = RelaxedMode::begin(driver)?;
         match CaptureStatus::of(driver, stream)? {
             CaptureStatus::NotCapturing => driver.stream_synchronize(stream)?,

@@ -128,6 +128,7 @@ fn bring_back<'a>(
         }
     }
     for ChangingPool { pool, sleeping } in &changing.pools {
+        pool.segments.wait_for_copies()?;
         let left_over = |segment: &&Segment| segment.contents != Contents::Present;
         if pool.segments.segments().iter().filter(left_over).any(|segment| segment.is_mapped) {
             // A wake that failed could not wait for its copies: they may still write here.

@@ -149,7 +149,9 @@ impl<S: Source> UncachedAllocator<S> {
     }
 }
 
-impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
+#[expect(unsafe_code, reason = "the promise of `DeviceAllocator`")]
+// SAFETY: every allocation comes from the source as a whole, and the table refuses what overlaps another.
+unsafe impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
     fn name(&self) -> &'static str {
         S::NAME
     }

@@ -190,7 +190,8 @@ impl Run<'_> {
         self.machine.write_tag(allocation.ptr, bytes, tag, stream);
         let owned = match self.rng.below(2) {
             0 => Owned::Raw(allocation),
-            _ => Owned::Block(DeviceBlock::from_raw(self.allocator.clone(), allocation)),
+            // SAFETY: it was allocated just now, and has no other owner.
+            _ => Owned::Block(unsafe { DeviceBlock::from_raw(self.allocator.clone(), allocation) }),
         };
         Some(Held { owned, tag, stream: stream.clone(), read_elsewhere: false })
     }

@@ -180,7 +180,8 @@ impl Run {
         match variant {
             0 => self.allocator.free(allocation).unwrap(),
             1 => self.allocator.free_raw(allocation.ptr).unwrap(),
-            _ => drop(DeviceBlock::from_raw(self.allocator.clone(), allocation)),
+            // SAFETY: it is live, and has no other owner.
+            _ => drop(unsafe { DeviceBlock::from_raw(self.allocator.clone(), allocation) }),
         }
         self.model.free(allocation.ptr.0, variant == 2);
     }

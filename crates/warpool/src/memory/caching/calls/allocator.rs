@@ -278,7 +278,10 @@ impl CachingAllocator {
     }
 }
 
-impl DeviceAllocator for CachingAllocator {
+#[expect(unsafe_code, reason = "the promise of `DeviceAllocator`")]
+// SAFETY: a block is a part of a segment that no other block overlaps (`heap/check.rs`), and is free before it is
+// allocated again.
+unsafe impl DeviceAllocator for CachingAllocator {
     fn name(&self) -> &'static str {
         "caching"
     }

@@ -55,6 +55,8 @@ pub(crate) struct Extra {
     pub(crate) stack: Option<Stack>,
     /// How many graphs hold it: it is not freed meanwhile.
     pub(crate) holds: u32,
+    /// Whether its pool has lent it to a request of the default pool.
+    pub(crate) lent: bool,
 }
 
 impl Block {
@@ -162,6 +164,11 @@ impl Block {
     #[inline]
     pub(crate) fn is_held(&self) -> bool {
         self.extra.as_ref().is_some_and(|extra| extra.holds > 0)
+    }
+
+    /// Whether it serves a request of the default pool, which its own pool lent it to.
+    pub(crate) fn is_lent(&self) -> bool {
+        self.extra.as_ref().is_some_and(|extra| extra.lent)
     }
 
     /// Whether other streams may use it.

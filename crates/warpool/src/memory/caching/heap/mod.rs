@@ -559,6 +559,11 @@ impl Heap {
         &mut self.blocks[key].extra.get_or_insert_default().holds
     }
 
+    /// An allocated block serves a request of the default pool. Its free clears that.
+    pub(super) fn set_lent(&mut self, key: BlockKey) {
+        self.blocks[key].extra.get_or_insert_default().lent = true;
+    }
+
     /// The streams that used a block, with the state of its fences.
     pub(super) fn uses_mut(&mut self, key: BlockKey) -> &mut StreamUses {
         &mut self.blocks[key].extra.get_or_insert_default().uses

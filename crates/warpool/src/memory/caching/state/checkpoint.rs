@@ -2,7 +2,8 @@
 //!
 //! Restoring checks everything first and then changes all in one step: every allocated block is freed, and every
 //! recorded one is split out of free memory at its old address. Use counts, and segments allocated since, stay as they
-//! are.
+//! are; so do blocks that graphs hold, and those that serve requests of the default pool (`use_on_oom`), which are
+//! neither recorded nor freed.
 //!
 //! Streams that use what a restore frees are not forgotten. Memory that no restored block gets waits for them, as after
 //! any other free. A restored block's own stream is ordered after them before the restore ([`StreamOrder`]), and they
@@ -15,7 +16,7 @@ use warpool_driver::{DevicePtr, StreamId};
 
 use super::DeviceState;
 use crate::memory::caching::heap::{Block, BlockKey, BlockStatus};
-use crate::memory::checkpoint::{BlockUses, PoolCheckpoint, Restored, SavedBlock};
+use crate::memory::checkpoint::{BlockUses, PoolCheckpoint, Restored, SavedBlock, lent_block};
 use crate::memory::report::EntryDetails;
 use crate::memory::{Allocation, MemPoolId};
 use crate::{Error, Result};
@@ -42,6 +43,7 @@ impl DeviceState {
         self.check_checkpointable(pool)?;
         let allocated = self.blocks_in(pool)?.filter(|(_, block)| block.status() == BlockStatus::Allocated);
         let mut blocks: Vec<SavedBlock> = allocated
+            .filter(|(_, block)| !block.is_lent())
             .map(|(_, block)| SavedBlock {
                 ptr: block.ptr(),
                 size: block.size(),
@@ -59,7 +61,8 @@ impl DeviceState {
     /// The streams that the streams of the blocks to be restored have to be ordered after.
     pub(crate) fn order_for(&self, checkpoint: &PoolCheckpoint) -> Result<BTreeSet<StreamOrder>> {
         let mut orders = BTreeSet::new();
-        for (key, block) in self.blocks_in(checkpoint.pool)?.filter(|(_, block)| !block.is_held()) {
+        let freed = |block: &Block| !block.is_held() && !block.is_lent();
+        for (key, block) in self.blocks_in(checkpoint.pool)?.filter(|(_, block)| freed(block)) {
             if block.has_uses() && checkpoint.overlaps(block.ptr(), block.end()) {
                 let own = self.heap.stream_of(key);
                 let order = |in_capture| move |&user: &StreamId| StreamOrder { user, own, in_capture };
@@ -147,6 +150,9 @@ impl DeviceState {
                     format!("a graph owns the block at {:#x}, where another was; reset the graph first", held.ptr());
                 return Err(Error::Checkpoint { pool: checkpoint.pool, why });
             }
+            if let Some(lent) = behind.iter().find(|block| block.ptr() < saved.end() && block.is_lent()) {
+                return Err(Error::Checkpoint { pool: checkpoint.pool, why: lent_block(lent.ptr()) });
+            }
             if reached < saved.end() {
                 let why = format!("could not find {:#x}: the memory was released since", saved.ptr);
                 return Err(Error::Checkpoint { pool: checkpoint.pool, why });
@@ -155,10 +161,10 @@ impl DeviceState {
         Ok(())
     }
 
-    /// What a restore frees: all allocated blocks but those that graphs hold.
+    /// What a restore frees: all allocated blocks but those that graphs hold, or that serve the default pool.
     fn allocated_in(&self, pool: MemPoolId) -> Result<Vec<(BlockKey, DevicePtr)>> {
         let allocated = self.blocks_in(pool)?.filter(|(_, block)| block.status() == BlockStatus::Allocated);
-        let freed = allocated.filter(|(_, block)| !block.is_held());
+        let freed = allocated.filter(|(_, block)| !block.is_held() && !block.is_lent());
         Ok(freed.map(|(key, block)| (key, DevicePtr(block.ptr()))).collect())
     }
 

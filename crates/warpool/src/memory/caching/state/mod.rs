@@ -211,7 +211,10 @@ impl DeviceState {
     ) -> Option<Allocation> {
         self.pools.for_oom().into_iter().find_map(|pool| {
             let request = self.request(pool, request.stream, request.requested).ok()?;
-            self.allocate_cached(&request, details)
+            let allocation = self.allocate_cached(&request, details)?;
+            let block = self.heap.allocated(&allocation).expect("allocated just now");
+            self.heap.set_lent(block);
+            Some(allocation)
         })
     }
 

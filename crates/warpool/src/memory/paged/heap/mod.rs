@@ -31,6 +31,7 @@ use block::{Blocks, NONE};
 
 pub(super) use area::{FreeRun, FreeRuns, Hole};
 pub(super) use block::{Block, GRAIN, State};
+pub(super) use checkpoint::Kept;
 
 /// Requests up to this size are served by the small area.
 pub(super) const SMALL_MAX: u64 = 1 << 20;
@@ -75,6 +76,9 @@ pub(super) struct Heap {
     uses: FxHashMap<u32, StreamUses>,
     /// Call stacks of allocations, while a history is recorded with them.
     stacks: FxHashMap<u32, Stack>,
+    /// Blocks that its pool has lent to requests of the default pool, with their generations: the free of a block
+    /// changes that. Cleared of others when the next one is lent.
+    lent: Vec<(u32, u32)>,
 }
 
 /// A free block; in order, the smallest first.
@@ -122,6 +126,7 @@ impl Heap {
             counters: HeapCounters::default(),
             uses: FxHashMap::default(),
             stacks: FxHashMap::default(),
+            lent: Vec::new(),
         }
     }
 

@@ -2,7 +2,7 @@
 //! good: afterwards all tags are in one state, nothing is lost or leaked, and the next call succeeds.
 
 use warpool_driver::decorate::FaultPlan;
-use warpool_driver::{Call, ErrorCode};
+use warpool_driver::{Call, DeviceId, ErrorCode};
 
 use super::machine::{Kind, MIB, Machine};
 use crate::error::{SleepCall, SleepFailure};
@@ -194,6 +194,56 @@ fn random_driver_calls_may_fail() {
             let plan = || FaultPlan::new().fail_fraction(&[], 0.15, seed, code);
             sleep_with(kind, Keep::Host, plan());
             wake_with(kind, Keep::Host, plan());
+        }
+    }
+}
+
+/// Issue 18: the tags counted as awake while copies of the failed sleep were reading them.
+#[test]
+fn no_copy_is_under_way_after_a_sleep_that_could_not_wait_for_it() {
+    let code = ErrorCode::Unknown(4242);
+    // A wait that fails once, or for good; and the wait for the device too, but for the one that comes first.
+    let plans: [fn(ErrorCode) -> FaultPlan; 3] = [
+        |code| FaultPlan::new().fail_nth(Call::StreamSynchronize, 1, code),
+        |code| FaultPlan::new().fail_fraction(&[Call::StreamSynchronize], 1.0, 0, code),
+        |code| {
+            let streams = FaultPlan::new().fail_fraction(&[Call::StreamSynchronize], 1.0, 0, code);
+            streams.fail_nth(Call::DeviceSynchronize, 2, code)
+        },
+    ];
+    for kind in KINDS {
+        for (number, plan) in plans.iter().enumerate() {
+            for frees in [false, true] {
+                let mut scene = Scene::new(kind);
+                let (outcome, faulted) = scene.call(plan(code), || scene.machine.sleep(&TAGS, Keep::Host));
+                let failure = failure(outcome).expect("a wait failed");
+                assert!(faulted);
+                assert_eq!((failure.is_undone, scene.is_asleep()), (number < 2, number == 2), "{failure}");
+                if frees {
+                    // What is freed and returned to the driver is not read any more.
+                    let first = scene.blocks.remove(2);
+                    scene.machine.allocator.free(first).unwrap();
+                    for tag in TAGS {
+                        let pool = scene.machine.tag(tag).pool().id();
+                        scene.machine.allocator.trim(DeviceId(0), pool).unwrap();
+                    }
+                    scene.blocks.drain(..).for_each(|block| scene.machine.allocator.free(block).unwrap());
+                    if scene.is_asleep() {
+                        scene.machine.wake(&TAGS).unwrap();
+                    }
+                } else {
+                    if scene.is_asleep() {
+                        scene.machine.wake(&TAGS).unwrap();
+                    }
+                    // The next work in them is ordered after the copies.
+                    let blocks = scene.blocks.clone();
+                    for (value, block) in (1..).zip(&blocks) {
+                        scene.machine.write(block, value, 0);
+                    }
+                    scene.expect_contents(Keep::Host);
+                }
+                scene.finish();
+            }
         }
     }
 }
