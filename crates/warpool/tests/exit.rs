@@ -17,8 +17,8 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Driver, Result};
 use warpool::handle::{Cublas, Cudnn, HandlePool};
 use warpool::memory::{
-    Allocate, CachingAllocator, DeviceAllocator, DriverPoolAllocator, HostAllocator, MemPool, PinnedSettings,
-    PoolOptions, Settings,
+    Allocate, CachingAllocator, DeviceAllocator, DriverPoolAllocator, HostAllocator, MemPool, PagedAllocator,
+    PinnedSettings, PoolOptions, Request, Settings,
 };
 use warpool::{EventOptions, Instance};
 
@@ -116,7 +116,14 @@ fn sendable_objects(instance: &Instance) -> Vec<Box<dyn Any + Send>> {
         event.record(&stream).expect("a record");
         all.push(Box::new(event));
     }
-    let allocators: [Arc<dyn DeviceAllocator>; 3] = [
+    // With addresses that nothing is mapped in any more.
+    let paged = PagedAllocator::new(instance, Settings::default()).expect("virtual memory");
+    let block = paged.allocate_raw(Request::new(device.id(), stream.id(), 1 << 20)).expect("a block");
+    paged.free_raw(block.ptr).expect("its free");
+    paged.trim_to(device.id(), 0).expect("a trim");
+    all.push(Box::new(paged));
+    let allocators: [Arc<dyn DeviceAllocator>; 4] = [
+        Arc::new(PagedAllocator::new(instance, Settings::default()).expect("virtual memory")),
         Arc::new(CachingAllocator::new(instance, Settings::default())),
         Arc::new(CachingAllocator::new(instance, Settings { expandable_segments: true, ..Settings::default() })),
         Arc::new(DriverPoolAllocator::new(instance)),

@@ -31,10 +31,11 @@ pub(crate) enum ExtensionSlot {
     DefaultGenerator,
     Kernels,
     Handles,
+    Addresses,
 }
 
 impl ExtensionSlot {
-    const COUNT: usize = Self::Handles as usize + 1;
+    const COUNT: usize = Self::Addresses as usize + 1;
 }
 
 /// One value per [`ExtensionSlot`], each set once.

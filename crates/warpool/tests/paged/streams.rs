@@ -194,6 +194,28 @@ fn what_streams_cost_that_take_pages_from_each_other_is_bounded() {
     assert!(calls.iter().all(|&calls| calls <= 150), "{calls:?}");
 }
 
+/// A destructor calls no driver.
+#[test]
+fn addresses_of_a_dropped_allocator_are_freed_by_a_later_call() {
+    let gpu = Counted::new(4 << 30);
+    let stream = gpu.device.pool_stream().unwrap();
+    let next = || PagedAllocator::new(gpu.device.instance(), Settings::default()).unwrap();
+    let mut paged = next();
+    for round in 0..5 {
+        let block = paged.allocate_raw(Request::new(DEVICE, stream.id(), MIB)).unwrap();
+        paged.free_raw(block.ptr).unwrap();
+        paged.trim_to(DEVICE, 0).unwrap();
+        assert_eq!(gpu.sim.object_counts().reservations, 1, "round {round}");
+        assert_eq!(gpu.calls(|| drop(std::mem::replace(&mut paged, next()))), 0, "round {round}");
+    }
+    let Counted { sim, counting, device, paged: other, allocator } = gpu;
+    drop((paged, other, allocator, counting, stream));
+    let instance = device.instance().clone();
+    drop(device);
+    instance.close().unwrap();
+    assert_eq!(sim.object_counts().reservations, 0);
+}
+
 /// Streams come and go at random, some with work that runs long after they were destroyed.
 #[test]
 fn random_streams_come_and_go() {

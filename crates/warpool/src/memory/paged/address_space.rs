@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-use warpool_driver::{DevicePtr, Driver};
+use warpool_driver::DevicePtr;
 
 use super::sync::{AtomicU64, AtomicUsize, OnceLock, Ordering};
 use crate::memory::SegmentKind;
@@ -125,16 +125,10 @@ impl AddressSpace {
         Ok(Some((base, bytes)))
     }
 
-    /// Frees all addresses. Nothing may be mapped in them any more, and no work may use them.
-    #[expect(unsafe_code, reason = "the driver cannot check that no work uses the addresses")]
-    pub(super) fn free(&mut self, driver: &dyn Driver) {
-        for arena in self.arenas.iter_mut().filter_map(OnceLock::take) {
-            let bytes = arena.stripes.len() as u64 * STRIPE;
-            // SAFETY: mappings are undone only once the streams that used them have passed.
-            if let Err(error) = unsafe { driver.vm_free_range(DevicePtr(arena.base), bytes) } {
-                tracing::warn!(%error, "addresses could not be freed");
-            }
-        }
+    /// Takes all reservations out: base and size.
+    pub(super) fn take_all(&mut self) -> impl Iterator<Item = (u64, u64)> {
+        let arenas = self.arenas.iter_mut().filter_map(OnceLock::take);
+        arenas.map(|arena| (arena.base, arena.stripes.len() as u64 * STRIPE))
     }
 
     /// Says whose a range is.

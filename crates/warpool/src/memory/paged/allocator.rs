@@ -49,7 +49,6 @@ unsafe impl DeviceAllocator for PagedAllocator {
             Again::Done(allocation) => Ok(allocation),
             // Calls at the end: the hot path has nothing to keep for afterwards.
             Again::Search(heap, number) => self.allocate_after_search(heap, number, &request),
-            Again::Unbiased(cell, number) => self.allocate_after_lock(cell, number, &request),
             Again::Other => self.allocate_otherwise(&request),
         }
     }

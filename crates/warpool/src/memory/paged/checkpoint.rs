@@ -12,11 +12,11 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::PagedAllocator;
 use super::address_space::Location;
-use super::biased_lock::BiasedGuard;
 use super::device::{BlockRef, PagedDevice};
 use super::free::Fences;
 use super::heap::{Freed, Heap, Kept, State};
 use super::pending::PendingFrees;
+use super::spin_lock::SpinGuard;
 use crate::capture::CaptureStatus;
 use crate::memory::checkpoint::{BlockUses, PoolCheckpoint, Restored, SavedBlock, lent_block};
 use crate::memory::report::EntryDetails;
@@ -28,7 +28,7 @@ use crate::{Error, Result, lock};
 type Order = (StreamId, StreamId);
 
 /// The heaps of a pool, locked, by number.
-struct PoolHeaps<'a>(Vec<(u32, BiasedGuard<'a, Heap>)>);
+struct PoolHeaps<'a>(Vec<(u32, SpinGuard<'a, Heap>)>);
 
 impl<'a> PoolHeaps<'a> {
     fn lock(device: &'a PagedDevice, pool: MemPoolId) -> Result<Self> {

@@ -12,7 +12,6 @@ use warpool_driver::{DeviceId, DevicePtr, Driver, ShareKind, StreamId};
 
 use super::activity::Activity;
 use super::address_space::AddressSpace;
-use super::biased_lock::BiasedLock;
 use super::counters::{Added, Totals};
 use super::fill_memory::FillMemory;
 use super::heap::Heap;
@@ -20,8 +19,10 @@ use super::heaps::Heaps;
 use super::inactive::{self, Inactive, InactiveStats};
 use super::last_heap::DeviceKey;
 use super::last_work::Owner;
+use super::left_addresses::LeftAddresses;
 use super::pages::{PageTable, PageTotals};
 use super::pools::{Pools, SegmentSource};
+use super::spin_lock::SpinLock;
 use crate::capture::{CaptureSafe, CaptureStatus};
 use crate::memory::capture_count::CaptureCount;
 use crate::memory::limit::Limits;
@@ -112,7 +113,7 @@ pub(super) struct PagedDevice {
     inactive: Mutex<InactiveStats>,
     pub(super) counts: EventCounts,
     limits: Mutex<Limits>,
-    pub(super) history: BiasedLock<HistoryRecorder>,
+    pub(super) history: SpinLock<HistoryRecorder>,
     pub(super) history_flags: HistoryFlags,
     pub(super) peers: Mutex<Vec<DeviceId>>,
 }
@@ -144,7 +145,7 @@ impl PagedDevice {
             inactive: Mutex::default(),
             counts: EventCounts::default(),
             limits: Mutex::new(Limits::of(settings)),
-            history: BiasedLock::default(),
+            history: SpinLock::default(),
             history_flags: HistoryFlags::default(),
             peers: Mutex::default(),
         }
@@ -184,12 +185,13 @@ impl PagedDevice {
 }
 
 impl Drop for PagedDevice {
-    /// Addresses are freed if all memory was returned to the driver. What is still mapped stays: work may use it.
+    /// If all memory was returned to the driver, a later call frees the addresses. What is still mapped stays: work may
+    /// use it.
     fn drop(&mut self) {
         let pages = self.pages.get_mut().unwrap_or_else(PoisonError::into_inner);
         if pages.has_no_mappings() && !self.shared.instance.is_inherited() {
-            let driver = Arc::clone(self.shared.instance.driver());
-            self.space.free(&*driver);
+            let left = self.shared.instance.extensions().get_or_init(LeftAddresses::default);
+            left.add(self.space.take_all());
         }
     }
 }
@@ -198,7 +200,7 @@ impl Drop for PagedDevice {
 impl PagedDevice {
     /// The heap of a stream and pool. No lock if it is the one that the thread used last.
     #[inline]
-    pub(super) fn heap_for(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &BiasedLock<Heap>)> {
+    pub(super) fn heap_for(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &SpinLock<Heap>)> {
         match self.key.last_of(&self.heaps, stream, pool) {
             Some(last) => Ok(last),
             None => self.find_heap(stream, pool),
@@ -206,7 +208,7 @@ impl PagedDevice {
     }
 
     #[cold]
-    fn find_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &BiasedLock<Heap>)> {
+    fn find_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &SpinLock<Heap>)> {
         let known = self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied();
         let heap = match known {
             Some(heap) => heap,
@@ -300,14 +302,14 @@ impl PagedDevice {
 
     /// The heap, if it is the one that the thread used last.
     #[inline]
-    pub(super) fn last_heap(&self, number: u32) -> Option<&BiasedLock<Heap>> {
+    pub(super) fn last_heap(&self, number: u32) -> Option<&SpinLock<Heap>> {
         self.key.last_numbered(&self.heaps, number)
     }
 
     /// The heap of a request, if that is all it needs: it is for the default pool, nothing else is to be looked after,
     /// and the thread used that heap last.
     #[inline]
-    pub(super) fn heap_of_plain(&self, request: &Request) -> Option<(u32, &BiasedLock<Heap>)> {
+    pub(super) fn heap_of_plain(&self, request: &Request) -> Option<(u32, &SpinLock<Heap>)> {
         let is_plain = request.pool.is_none()
             && (1..SizeRules::REQUEST_TOO_LARGE).contains(&request.bytes)
             && self.is_undisturbed()
@@ -317,7 +319,7 @@ impl PagedDevice {
 
     /// The heap of an address, if the thread used that last, and where in it the address is.
     #[inline(always)]
-    pub(super) fn last_heap_at(&self, ptr: DevicePtr) -> Option<(&BiasedLock<Heap>, SegmentKind, u32)> {
+    pub(super) fn last_heap_at(&self, ptr: DevicePtr) -> Option<(&SpinLock<Heap>, SegmentKind, u32)> {
         let (number, cell) = self.key.last(&self.heaps)?;
         let (kind, range) = self.space.locate_in(number, ptr)?;
         (!self.instance().is_inherited()).then_some((cell, kind, range))

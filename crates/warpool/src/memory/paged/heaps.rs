@@ -1,13 +1,13 @@
 //! The heaps of a device, by number: reading one takes no lock, and their places never move.
 
-use super::biased_lock::BiasedLock;
 use super::heap::Heap;
+use super::spin_lock::SpinLock;
 use super::sync::{AtomicU32, OnceLock, Ordering};
 
 const CHUNK: usize = 256;
 const CHUNKS: usize = 4096;
 
-type Chunk = Box<[OnceLock<BiasedLock<Heap>>]>;
+type Chunk = Box<[OnceLock<SpinLock<Heap>>]>;
 
 pub(super) struct Heaps {
     chunks: Box<[OnceLock<Chunk>]>,
@@ -25,19 +25,19 @@ impl Heaps {
         let (chunk, at) = (number as usize / CHUNK, number as usize % CHUNK);
         let chunk = self.chunks.get(chunk).expect("fewer than a million streams and pools at once");
         let chunk = chunk.get_or_init(|| (0..CHUNK).map(|_| OnceLock::new()).collect());
-        assert!(chunk[at].set(BiasedLock::new(heap)).is_ok(), "heaps are added by one thread at a time");
+        assert!(chunk[at].set(SpinLock::new(heap)).is_ok(), "heaps are added by one thread at a time");
         self.count.store(number + 1, Ordering::Release);
         number
     }
 
     /// A heap that exists.
     #[inline]
-    pub(super) fn get(&self, number: u32) -> &BiasedLock<Heap> {
+    pub(super) fn get(&self, number: u32) -> &SpinLock<Heap> {
         let chunk = self.chunks[number as usize / CHUNK].get().expect("a heap that exists");
         chunk[number as usize % CHUNK].get().expect("a heap that exists")
     }
 
-    pub(super) fn try_get(&self, number: u32) -> Option<&BiasedLock<Heap>> {
+    pub(super) fn try_get(&self, number: u32) -> Option<&SpinLock<Heap>> {
         self.chunks.get(number as usize / CHUNK)?.get()?[number as usize % CHUNK].get()
     }
 
@@ -45,7 +45,7 @@ impl Heaps {
         self.count.load(Ordering::Acquire)
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &BiasedLock<Heap>)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &SpinLock<Heap>)> {
         (0..self.len()).map(|number| (number, self.get(number)))
     }
 }

@@ -3,12 +3,12 @@
 use warpool_driver::{DeviceId, DevicePtr};
 
 use super::PagedAllocator;
-use super::biased_lock::{BiasedGuard, BiasedLock};
 use super::device::{BlockRef, PagedDevice};
 use super::heap::{FreedAgain, Heap};
+use super::spin_lock::SpinGuard;
 use crate::Result;
 use crate::memory::report::now_us;
-use crate::memory::{Allocation, MemPoolId, Request, SegmentKind};
+use crate::memory::{Allocation, MemPoolId, Request};
 
 impl PagedDevice {
     /// Frees a block that only its own stream used, in the heap that the thread used last. `false` if it has to be
@@ -19,7 +19,7 @@ impl PagedDevice {
             return self.free_recorded(ptr);
         }
         let Some((cell, kind, range)) = self.last_heap_at(ptr) else { return false };
-        let Some(mut heap) = cell.lock_by_bias() else { return free_without_bias(cell, kind, range, ptr) };
+        let mut heap = cell.lock();
         match heap.free_again(kind, range, ptr.0) {
             FreedAgain::Kept => true,
             FreedAgain::Crowded(block) => {
@@ -65,7 +65,7 @@ impl PagedDevice {
 }
 
 /// The hot path: the heap that the thread used last, while there is nothing to be looked after. One lock that
-/// threads on other streams never take, and that is mostly biased to the thread: then there is no locked instruction.
+/// threads on other streams never take.
 impl PagedAllocator {
     /// Allocates from the heap that the thread used last, without anything else: for frameworks that call this on every
     /// allocation. `None`, and nothing has changed, if it takes more:
@@ -76,12 +76,11 @@ impl PagedAllocator {
         match self.allocate_again(request) {
             Again::Done(allocation) => Some(allocation),
             Again::Search(heap, number) => search(heap, number, request),
-            Again::Unbiased(cell, number) => allocate_without_bias(cell, number, request),
             Again::Other => self.allocate_recorded(request),
         }
     }
 
-    /// Allocates a block that was freed a moment ago, by the bias of the heap's lock.
+    /// Allocates a block that was freed a moment ago.
     #[inline(always)]
     pub(super) fn allocate_again(&self, request: &Request) -> Again<'_> {
         let &Request { device, stream, bytes: requested, .. } = request;
@@ -90,7 +89,7 @@ impl PagedAllocator {
             return Again::Other;
         }
         let Some((number, cell)) = paged_device.heap_of_plain(request) else { return Again::Other };
-        let Some(mut heap) = cell.lock_by_bias() else { return Again::Unbiased(cell, number) };
+        let mut heap = cell.lock();
         if !heap.is_of(stream, MemPoolId::DEFAULT) {
             // It was retired, and may be another stream's.
             return Again::Other;
@@ -111,25 +110,11 @@ impl PagedAllocator {
     #[inline(never)]
     pub(super) fn allocate_after_search(
         &self,
-        heap: BiasedGuard<'_, Heap>,
+        heap: SpinGuard<'_, Heap>,
         number: u32,
         request: &Request,
     ) -> Result<Allocation> {
         match search(heap, number, request) {
-            Some(allocation) => Ok(allocation),
-            None => self.allocate_checked(*request),
-        }
-    }
-
-    /// Goes on where it had not the bias.
-    #[inline(never)]
-    pub(super) fn allocate_after_lock(
-        &self,
-        cell: &BiasedLock<Heap>,
-        number: u32,
-        request: &Request,
-    ) -> Result<Allocation> {
-        match allocate_without_bias(cell, number, request) {
             Some(allocation) => Ok(allocation),
             None => self.allocate_checked(*request),
         }
@@ -157,40 +142,21 @@ impl PagedAllocator {
 pub(super) enum Again<'a> {
     Done(Allocation),
     /// The heap, with its number, has to be searched.
-    Search(BiasedGuard<'a, Heap>, u32),
-    /// The heap's lock is not biased to the thread.
-    Unbiased(&'a BiasedLock<Heap>, u32),
+    Search(SpinGuard<'a, Heap>, u32),
     /// A history is recorded, or there is more to look at.
     Other,
 }
 
 /// Allocates a free block of a heap, whichever fits best. `None` if none does.
 #[inline]
-fn search(mut heap: BiasedGuard<'_, Heap>, number: u32, request: &Request) -> Option<Allocation> {
+fn search(mut heap: SpinGuard<'_, Heap>, number: u32, request: &Request) -> Option<Allocation> {
     let block = heap.search(request.bytes)?;
     Some(heap.allocation(block, request.device, BlockRef { heap: number, block }.pack()))
 }
 
-/// Allocates a free block of a heap whose lock is not biased to the thread.
-#[inline(never)]
-fn allocate_without_bias(cell: &BiasedLock<Heap>, number: u32, request: &Request) -> Option<Allocation> {
-    let mut heap = cell.lock();
-    if !heap.is_of(request.stream, MemPoolId::DEFAULT) {
-        return None;
-    }
-    let block = heap.allocate(request.bytes)?;
-    Some(heap.allocation(block, request.device, BlockRef { heap: number, block }.pack()))
-}
-
-/// Frees a block of a heap whose lock is not biased to the thread, if it can be freed without a closer look.
-#[inline(never)]
-fn free_without_bias(cell: &BiasedLock<Heap>, kind: SegmentKind, range: u32, ptr: DevicePtr) -> bool {
-    cell.lock().free_plain(kind, range, ptr.0).is_some()
-}
-
 /// Frees a block that can be freed without a closer look, when others have to be merged first.
 #[inline(never)]
-fn free_crowded(mut heap: BiasedGuard<'_, Heap>, block: u32) {
+fn free_crowded(mut heap: SpinGuard<'_, Heap>, block: u32) {
     let freed = heap.free_plain_block(block);
     debug_assert!(freed.is_some(), "block {block} was just seen to be plain");
 }

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use warpool_driver::{DeviceId, StreamId};
 
-use super::biased_lock::BiasedLock;
 use super::heap::Heap;
 use super::heaps::Heaps;
+use super::spin_lock::SpinLock;
 use crate::memory::MemPoolId;
 
 /// Tells a device of an allocator from all others that this process has had.
@@ -30,7 +30,7 @@ struct LastHeap {
     index: u32,
     number: u32,
     /// Not a `NonNull`, whose niche every access to the thread's variable would look at.
-    cell: *const BiasedLock<Heap>,
+    cell: *const SpinLock<Heap>,
 }
 
 /// The index, in its allocator, of the device that the thread used last; of whichever allocator that was.
@@ -60,7 +60,7 @@ impl DeviceKey {
         heaps: &'a Heaps,
         stream: StreamId,
         pool: MemPoolId,
-    ) -> Option<(u32, &'a BiasedLock<Heap>)> {
+    ) -> Option<(u32, &'a SpinLock<Heap>)> {
         let last = LAST.get();
         let matches = last.device == self.key && last.stream == stream && last.pool == pool;
         matches.then(|| (last.number, Self::cell(heaps, last)))
@@ -68,20 +68,20 @@ impl DeviceKey {
 
     /// The heap that the thread used last, if it is one of the device.
     #[inline]
-    pub(super) fn last<'a>(&self, heaps: &'a Heaps) -> Option<(u32, &'a BiasedLock<Heap>)> {
+    pub(super) fn last<'a>(&self, heaps: &'a Heaps) -> Option<(u32, &'a SpinLock<Heap>)> {
         let last = LAST.get();
         (last.device == self.key).then(|| (last.number, Self::cell(heaps, last)))
     }
 
     /// The heap with this number, if it is the one that the thread used last.
     #[inline]
-    pub(super) fn last_numbered<'a>(&self, heaps: &'a Heaps, number: u32) -> Option<&'a BiasedLock<Heap>> {
+    pub(super) fn last_numbered<'a>(&self, heaps: &'a Heaps, number: u32) -> Option<&'a SpinLock<Heap>> {
         let last = LAST.get();
         (last.device == self.key && last.number == number).then(|| Self::cell(heaps, last))
     }
 
     #[inline]
-    fn cell(_: &Heaps, last: LastHeap) -> &BiasedLock<Heap> {
+    fn cell(_: &Heaps, last: LastHeap) -> &SpinLock<Heap> {
         // SAFETY: it was noted with the key that it is asked for, and only heaps are noted so.
         unsafe { std::hint::assert_unchecked(!last.cell.is_null()) };
         // SAFETY: it was noted for the device with this key, of which there is one. That device is alive, since its

@@ -6,8 +6,7 @@
 //! # The life of an allocation
 //! 1. The request is routed to a pool; with the stream, that names its heap (`heaps.rs`).
 //! 2. A free block of the heap that fits is taken and cut to size (`heap/`). This is the hot path: one lock that
-//!    threads on other streams never take, without an atomic exchange for the thread that mostly takes it
-//!    (`biased_lock.rs`), no driver call, no hash, no allocation.
+//!    threads on other streams never take, no driver call, no hash, no allocation.
 //! 3. If none fits, free addresses are filled with pages (`window/`, `fill/`): spare ones, those under free blocks
 //!    of this heap, of others, and only then new ones. Reserved memory grows when no whole free page is left.
 //! 4. Freed, a block that only its own stream used is free at once. Others wait for fences (`pending.rs`).
@@ -30,7 +29,6 @@ mod address_space;
 mod allocate;
 mod allocator;
 mod annotate;
-mod biased_lock;
 mod bystanders;
 mod checkpoint;
 mod contention;
@@ -47,6 +45,7 @@ mod hot_path;
 mod inactive;
 mod last_heap;
 mod last_work;
+mod left_addresses;
 mod mapped_parts;
 mod old_mappings;
 mod page_set;
@@ -56,7 +55,6 @@ mod pending;
 mod physical;
 mod pools;
 mod private_pools;
-mod process_barrier;
 mod reclaim;
 mod retire;
 mod segments;
@@ -70,7 +68,6 @@ mod supply;
 mod sync;
 #[cfg(test)]
 mod tests;
-mod thread_number;
 mod used_heaps;
 mod window;
 

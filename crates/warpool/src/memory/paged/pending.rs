@@ -4,9 +4,9 @@ use std::sync::atomic::Ordering;
 
 use warpool_driver::{DeviceId, StreamId};
 
-use super::biased_lock::BiasedGuard;
 use super::device::{BlockRef, PagedDevice};
 use super::heap::Heap;
+use super::spin_lock::SpinGuard;
 use crate::capture::CaptureStatus;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
@@ -74,7 +74,7 @@ impl<'a> PendingFrees<'a> {
     }
 
     /// Reclaims a pending block of a heap, if no stream uses it any more.
-    fn reclaim_in(&self, mut heap: BiasedGuard<'_, Heap>, key: BlockRef) {
+    fn reclaim_in(&self, mut heap: SpinGuard<'_, Heap>, key: BlockRef) {
         let Some((addr, requested)) = heap.pending(key.block) else { return };
         let stack = heap.stack(key.block).cloned();
         if heap.reclaim_if_clear(key.block) {

@@ -1,7 +1,7 @@
 //! Heaps that were not used for long.
 //!
-//! A heap in which nothing is allocated and whose work is done is *retired*: its pages belong to no stream any more, and
-//! its addresses serve the next stream that needs a heap. So streams that come and go leave nothing that has to be
+//! A heap in which nothing is allocated and whose work is done is *retired*: its pages belong to no stream any more,
+//! and its addresses serve the next stream that needs a heap. So streams that come and go leave nothing that has to be
 //! visited, and no more addresses than were in use at the same time.
 
 use warpool_driver::StreamId;

@@ -2,23 +2,19 @@
 //! needs two exchanges. Nothing is called under it that could wait. Only the copy of the history for a snapshot takes
 //! long; threads that record entries meanwhile sleep.
 //!
-//! A thread that finds it held spins, then yields, then sleeps for moments, so that a holder whose thread is not
-//! running gets the processor.
+//! A thread that finds it held spins for about a microsecond and then sleeps. A thread that looks at a lock takes the
+//! memory from the one that holds it, so each one that waits awake makes every step slower: with 16 threads that spun
+//! and yielded for longer, a step took ten times as long as one after the other. Sleeping threads also leave the
+//! processor to a holder that is not running. They are not woken: that would be an exchange in every release, and a
+//! system call in those with waiters.
 
 #![expect(unsafe_code, reason = "the lock gives access to what it protects")]
 
 use std::cell::UnsafeCell;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
-use std::time::Duration;
 
-use super::sync::{AtomicBool, Ordering, spin_loop, yield_now};
-
-/// Whether a thread is inside. The lock itself, without what it protects.
-#[derive(Debug, Default)]
-pub(super) struct Spin {
-    held: AtomicBool,
-}
+use super::sync::{AtomicBool, Ordering, sleep_us, spin_loop};
 
 /// A value under a spin lock. Not poisoned by panics: every holder changes the value in one step that cannot panic, or
 /// leaves it valid at each point where it can.
@@ -26,7 +22,7 @@ pub(super) struct Spin {
 // Processors fetch two lines at once: nothing of another lock is in either.
 #[repr(align(128))]
 pub(in crate::memory) struct SpinLock<T> {
-    spin: Spin,
+    held: AtomicBool,
     value: UnsafeCell<T>,
 }
 
@@ -41,66 +37,51 @@ pub(in crate::memory) struct SpinGuard<'a, T> {
     stays: PhantomData<*mut T>,
 }
 
-impl Spin {
-    #[inline]
-    pub(super) fn lock(&self) {
-        if self.held.swap(true, Ordering::Acquire) {
-            self.wait();
-        }
-    }
-
-    /// The same, if no thread holds it. Returns whether it did.
-    fn try_lock(&self) -> bool {
-        !self.held.load(Ordering::Relaxed) && !self.held.swap(true, Ordering::Acquire)
-    }
-
-    /// Storing `false` here, with release ordering, releases the lock.
-    #[inline]
-    pub(super) fn held(&self) -> &AtomicBool {
-        &self.held
-    }
-
-    #[cold]
-    fn wait(&self) {
-        wait_until(|| self.try_lock());
-    }
-}
-
-/// Spins, then yields, then sleeps, until `done` returns `true`. It looks less and less often: as long as a thread
-/// looks at a lock, the one that holds it has to fetch its memory again for every step.
-pub(super) fn wait_until(mut done: impl FnMut() -> bool) {
-    const SPINS: u32 = 12;
-    const YIELDS: u32 = 50;
-    /// A pause is about 50 ns. In models of threads each is a step.
-    const PAUSES_MAX: u32 = if cfg!(test) { 1 } else { 64 };
-    let (mut attempt, mut pauses) = (0, 1);
-    while !done() {
-        attempt += 1;
-        if attempt < SPINS {
-            (0..pauses).for_each(|_| spin_loop());
-            pauses = PAUSES_MAX.min(pauses * 2);
-        } else if attempt < SPINS + YIELDS {
-            yield_now();
-        } else {
-            std::thread::sleep(Duration::from_micros(50));
-        }
-    }
-}
-
 impl<T> SpinLock<T> {
     pub(in crate::memory) fn new(value: T) -> Self {
-        Self { spin: Spin::default(), value: UnsafeCell::new(value) }
+        Self { held: AtomicBool::new(false), value: UnsafeCell::new(value) }
     }
 
     #[inline]
     pub(in crate::memory) fn lock(&self) -> SpinGuard<'_, T> {
-        self.spin.lock();
+        if self.held.swap(true, Ordering::Acquire) {
+            self.wait();
+        }
         SpinGuard { lock: self, stays: PhantomData }
     }
 
     /// The same, if no thread holds it.
     pub(in crate::memory) fn try_lock(&self) -> Option<SpinGuard<'_, T>> {
-        self.spin.try_lock().then(|| SpinGuard { lock: self, stays: PhantomData })
+        self.try_take().then(|| SpinGuard { lock: self, stays: PhantomData })
+    }
+
+    #[inline]
+    fn try_take(&self) -> bool {
+        !self.held.load(Ordering::Relaxed) && !self.held.swap(true, Ordering::Acquire)
+    }
+
+    /// Takes it once it is not held. It looks less and less often.
+    #[cold]
+    #[inline(never)]
+    fn wait(&self) {
+        /// A pause is 20 to 50 ns. In models of threads each is a step.
+        const PAUSES_MAX: u32 = if cfg!(test) { 2 } else { 16 };
+        /// The system adds about 50 us to each sleep.
+        const SLEEP_US: u64 = 20;
+        const SLEEP_US_MAX: u64 = 320;
+        let mut pauses = 1;
+        while pauses <= PAUSES_MAX {
+            if self.try_take() {
+                return;
+            }
+            (0..pauses).for_each(|_| spin_loop());
+            pauses *= 2;
+        }
+        let mut us = SLEEP_US;
+        while !self.try_take() {
+            sleep_us(us);
+            us = SLEEP_US_MAX.min(us * 2);
+        }
     }
 }
 
@@ -125,6 +106,6 @@ impl<T> DerefMut for SpinGuard<'_, T> {
 impl<T> Drop for SpinGuard<'_, T> {
     #[inline]
     fn drop(&mut self) {
-        self.lock.spin.held.store(false, Ordering::Release);
+        self.lock.held.store(false, Ordering::Release);
     }
 }

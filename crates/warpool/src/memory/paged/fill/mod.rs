@@ -28,16 +28,17 @@ use warpool_driver::StreamId;
 use self::aim::{Aim, FirstWindow};
 use crate::memory::limit::share_of;
 use crate::memory::paged::address_space::Location;
-use crate::memory::paged::biased_lock::BiasedLock;
 use crate::memory::paged::device::PagedDevice;
 use crate::memory::paged::fill_memory::FillMemory;
 use crate::memory::paged::heap::{Heap, kind_of, rounded};
+use crate::memory::paged::left_addresses::LeftAddresses;
 use crate::memory::paged::old_mappings;
 use crate::memory::paged::page_set::PageSet;
 use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::pages::{Mapping, PageId, PageTable, Slot};
 use crate::memory::paged::reclaim;
 use crate::memory::paged::retire;
+use crate::memory::paged::spin_lock::SpinLock;
 use crate::memory::paged::supply::Supply;
 use crate::memory::paged::used_heaps::look_at_used;
 use crate::memory::paged::window::{Wanted, Window};
@@ -91,7 +92,7 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
 struct Fill<'a> {
     device: &'a PagedDevice,
     request: FillRequest,
-    cell: &'a BiasedLock<Heap>,
+    cell: &'a SpinLock<Heap>,
     details: &'a EntryDetails,
     table: &'a mut PageTable,
     memory: &'a mut FillMemory,
@@ -380,6 +381,11 @@ impl Fill<'_> {
             .saturating_mul(GROWTH)
             .clamp(first, most)
             .max(bytes.saturating_add(u64::from(2 * PageSizes::SLOTS_MAX) * self.table.slot_bytes));
+        if let Some(left) = self.device.instance().extensions().get::<LeftAddresses>()
+            && let Err(error) = left.free(self.device.driver())
+        {
+            tracing::warn!(%error, "addresses of a dropped allocator could not be freed; it is retried");
+        }
         let Some((base, bytes)) = self.device.space.reserve(self.device.instance(), wanted)? else { return Ok(false) };
         let number = self.table.add_range(base, bytes, self.request.heap, kind);
         let range = self.cell.lock().add_range(kind, number, base, bytes);

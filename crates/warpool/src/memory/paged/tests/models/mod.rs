@@ -1,13 +1,10 @@
-//! The parts without a mutex, under many interleavings: the spin lock, the biased lock, the heaps by number, and the
-//! address space. The same source files are built with `shuttle` in place of `sync.rs`.
+//! The parts without a mutex, under many interleavings: the spin lock, the heaps by number, and the address space. The
+//! same source files are built with `shuttle` in place of `sync.rs`.
 
 #[path = "../../address_space.rs"]
 #[expect(clippy::duplicate_mod, reason = "built a second time, with another `sync`")]
 #[expect(dead_code, reason = "the models use a part of it")]
 mod address_space;
-#[path = "../../biased_lock.rs"]
-#[expect(clippy::duplicate_mod, reason = "built a second time, with another `sync`")]
-mod biased_lock;
 #[path = "../../heaps.rs"]
 #[expect(clippy::duplicate_mod, reason = "built a second time, with another `sync`")]
 mod heaps;
@@ -49,7 +46,6 @@ use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_testing::scaled;
 
 use self::address_space::{AddressSpace, Location};
-use self::biased_lock::BiasedLock;
 use self::heap::Heap;
 use self::heaps::Heaps;
 use self::spin_lock::SpinLock;
@@ -81,23 +77,6 @@ fn a_spin_lock_orders_what_is_done_under_it() {
         lock.lock().add(1);
         others.into_iter().for_each(|other| other.join().unwrap());
         assert_eq!(lock.lock().get(), 7 + added);
-    });
-}
-
-/// Every thread takes it often enough to get the bias, which the others then take away.
-#[test]
-fn a_biased_lock_orders_what_is_done_under_it() {
-    check(|| {
-        let lock = Arc::new(BiasedLock::new(Heap::new(0)));
-        let others: Vec<_> = (0..2)
-            .map(|_| {
-                let lock = Arc::clone(&lock);
-                thread::spawn(move || (0..5).for_each(|_| lock.lock().add(1)))
-            })
-            .collect();
-        (0..5).for_each(|_| lock.lock().add(1));
-        others.into_iter().for_each(|other| other.join().unwrap());
-        assert_eq!(lock.lock().get(), 15);
     });
 }
 

@@ -2,42 +2,10 @@
 
 pub(super) use shuttle::hint::spin_loop;
 pub(super) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-pub(super) use shuttle::thread::yield_now;
 
-/// A schedule of `shuttle` is one order of all loads and stores, so there is nothing for a barrier to do: that one is
-/// needed is not tested here.
-pub(super) fn process_barrier() {
-    yield_now();
-}
-
-pub(super) fn process_has_barrier() -> bool {
-    true
-}
-
-shuttle::thread_local! {
-    static NUMBER: std::cell::Cell<u64> = std::cell::Cell::new(0);
-}
-
-shuttle::lazy_static! {
-    static ref NEXT: AtomicU64 = AtomicU64::new(1);
-}
-
-/// That threads end is not a part of the models.
-pub(super) fn has_ended(_: u64) -> bool {
-    false
-}
-
-pub(super) fn known_thread_number() -> u64 {
-    NUMBER.with(std::cell::Cell::get)
-}
-
-pub(super) fn thread_number() -> u64 {
-    NUMBER.with(|number| {
-        if number.get() == 0 {
-            number.set(NEXT.fetch_add(1, Ordering::Relaxed));
-        }
-        number.get()
-    })
+/// Another thread runs.
+pub(super) fn sleep_us(_: u64) {
+    shuttle::thread::yield_now();
 }
 
 /// As the standard library's, of which `shuttle` has none: a value that is published once.
