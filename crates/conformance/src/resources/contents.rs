@@ -41,7 +41,7 @@ struct Subject {
 }
 
 /// An allocator that records and restores its pools.
-trait Checkpoints {
+trait Checkpoints: Send + Sync {
     fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> warpool::Result<PoolCheckpoint>;
     fn restore(&self, checkpoint: &PoolCheckpoint) -> warpool::Result<Restored>;
 }
