@@ -342,6 +342,10 @@ fn captures_begin_and_end_beside_typed_work(context: &TestContext) -> CheckResul
     const LEN: usize = 5000;
     on_each(context, |on| {
         let allocator = &on.subject.allocator;
+        if on.subject.checkpoints.is_none() {
+            // Without pools it serves no graphs.
+            return Ok(());
+        }
         // One thread captures in it, and the other puts work into it: each piece runs, or the graph keeps its memory.
         let shared = context.device().pool_stream()?;
         let done = AtomicBool::new(false);
