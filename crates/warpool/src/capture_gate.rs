@@ -198,10 +198,12 @@ mod tests {
             let gate = Arc::clone(&gate);
             move || {
                 assert!(gate.try_enter(1).is_none());
+                sender.send("refused").unwrap();
                 let _entered = gate.enter(1, || Ok(())).unwrap();
                 sender.send("entered").unwrap();
             }
         });
+        assert_eq!(receiver.recv().unwrap(), "refused");
         // A nested call must not wait: its thread would never leave.
         let nested = gate.enter(1, || panic!("it waits for itself")).unwrap();
         assert!(gate.is_thread_inside());
