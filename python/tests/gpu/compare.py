@@ -13,6 +13,9 @@ from processes import Report, child
 TRAININGS = ("lengths", "streams", "short_lived")
 PAGED = "backend:paged"
 ALLOCATORS = ("native", "expandable", "backend:native", PAGED)
+# PyTorch's expandable segments reserve more addresses than the device has memory for every stream, and never give them
+# back: with some hundred short-lived streams the driver has none left.
+FAILS = {"short_lived": ("expandable",)}
 # The paged allocator: reserved of allocated memory at the peaks, and a step's time of that with PyTorch's allocator.
 RESERVED_RATIO_MAX = 1.02
 STEP_RATIO_MAX = 1.01
@@ -26,9 +29,10 @@ def compare_trainings(
 ) -> None:
     """Runs the trainings in turns, prints a line of JSON per run, and checks what the paged allocator is to keep."""
     for training in trainings:
-        runs: Runs = {allocator: [] for allocator in ALLOCATORS}
+        allocators = [allocator for allocator in ALLOCATORS if allocator not in FAILS.get(training, ())]
+        runs: Runs = {allocator: [] for allocator in allocators}
         for number in range(rounds):
-            for allocator in _turned(ALLOCATORS, number):
+            for allocator in _turned(allocators, number):
                 for run in child(report, training, allocator, **_environment(allocator, steps)):
                     runs[allocator].append(run)
                     _print(training, allocator, number, run, path)
@@ -64,7 +68,7 @@ def _print(training: str, allocator: str, number: int, run: Run, path: Optional[
 
 def compare(report: Report, training: str, runs: Runs, rounds: int) -> None:
     """Reports what holds between the runs of one training."""
-    missing = [allocator for allocator in ALLOCATORS if len(runs[allocator]) < rounds]
+    missing = [allocator for allocator in runs if len(runs[allocator]) < rounds]
     if missing:
         report.check(PAGED, training, "all runs complete", False, ", ".join(missing))
         return
@@ -75,7 +79,7 @@ def compare(report: Report, training: str, runs: Runs, rounds: int) -> None:
 
 def _compare_losses(report: Report, training: str, runs: Runs) -> None:
     expected = runs["native"][0]["losses"]
-    for allocator in ALLOCATORS:
+    for allocator in runs:
         differences = [_first_difference(expected, run["losses"]) for run in runs[allocator]]
         first = next((difference for difference in differences if difference), "")
         detail = first or f"{expected[0]} to {expected[-1]}, {len(differences)} runs"
@@ -91,15 +95,17 @@ def _first_difference(expected: List[str], found: List[str]) -> str:
 
 
 def _compare_memory(report: Report, training: str, runs: Runs) -> None:
-    for allocator in ALLOCATORS:
+    for allocator in runs:
         peaks = max(runs[allocator], key=lambda run: run["reserved"])
         detail = ", ".join(f"{name} {peaks[name] / 2**20:.0f} MiB" for name in ("allocated", "active", "reserved"))
         detail += f"; device {_device(runs, allocator, max) / 2**20:.0f} MiB"
         report.note(allocator, training, "peaks, of the round that reserved most", detail)
     ratio = max(run["reserved"] / run["allocated"] for run in runs[PAGED])
-    others = {allocator: max(run["reserved"] / run["allocated"] for run in runs[allocator]) for allocator in ALLOCATORS}
+    others = {allocator: max(run["reserved"] / run["allocated"] for run in runs[allocator]) for allocator in runs}
     detail = ", ".join(f"{allocator} {value:.4f}" for allocator, value in others.items())
     report.check(PAGED, training, "peak reserved / peak allocated", ratio <= RESERVED_RATIO_MAX, detail)
+    if "expandable" not in runs:
+        return
     most, least = _device(runs, PAGED, max), _device(runs, "expandable", min)
     detail = f"{most / 2**20:.0f} MiB at most, expandable {least / 2**20:.0f} MiB at least"
     report.check(PAGED, training, "peak device memory is below expandable segments'", most < least, detail)
@@ -110,11 +116,11 @@ def _device(runs: Runs, allocator: str, which: Any) -> int:
 
 
 def _compare_time(report: Report, training: str, runs: Runs) -> None:
-    for allocator in ALLOCATORS:
+    for allocator in runs:
         medians = ", ".join(f"{run['step_ms_median']:.3f}" for run in runs[allocator])
         means = ", ".join(f"{run['step_ms_mean']:.3f}" for run in runs[allocator])
         report.note(allocator, training, "a step, second half", f"median {medians} ms, mean {means} ms of each round")
-    for allocator in ALLOCATORS[1:]:
+    for allocator in list(runs)[1:]:
         ratio = _best_groups(runs[allocator]) / _best_groups(runs["native"])
         rounds = [one["step_ms_mean"] / other["step_ms_mean"] for one, other in zip(runs[allocator], runs["native"])]
         detail = f"{ratio:.4f} times native's, each group of steps at its best of {len(rounds)} rounds; mean by round "
