@@ -31,10 +31,10 @@ impl Card {
     /// All cards of the table, by size.
     ///
     /// The figures are from public logs of PyTorch: "GPU 0 has a total capacity of 79.15 GiB", the `total_memory` of
-    /// `torch.cuda.get_device_properties`, and the banner of Ultralytics, which prints the same in MiB. Estimates
-    /// are those of the GH200, from the 97,871 MiB of nvidia-smi, and the most of the H800, GB200 and B300. The most of GeForce and RTX cards is that of
-    /// Windows, which keeps nothing back. A card with ECC in its own memory, such as an A10, reports about a twelfth
-    /// less than it is sold with.
+    /// `torch.cuda.get_device_properties`, and the banner of Ultralytics, which prints the same in MiB. Estimates are
+    /// those of the GH200, from the 97,871 MiB of nvidia-smi, and the most of the H800, GB200 and B300. The most of
+    /// GeForce and RTX cards is that of Windows, which keeps nothing back. A card with ECC in its own memory, such as
+    /// an A10, reports about a twelfth less than it is sold with.
     pub const ALL: &[Self] = &[
         card("rtx4060", "RTX 4060", 8, [7_806, 7_806, 8_188]),
         card("rtx3080-10gb", "RTX 3080", 10, [9_871, 9_871, 10_240]),

@@ -1,5 +1,5 @@
-//! Addresses of dropped allocators. A destructor calls no driver, so they are left here: the next paged allocator of the
-//! device that reserves addresses frees them first, or the end of the [`Instance`](crate::Instance) does.
+//! Addresses of dropped allocators. A destructor calls no driver, so they are left here: the next paged allocator of
+//! the device that reserves addresses frees them first, or the end of the [`Instance`](crate::Instance) does.
 
 use std::sync::Mutex;
 
