@@ -257,7 +257,7 @@ mod tests {
         }
         let (changes, is_complete) = contexts(&events);
         let found: Vec<(u64, Option<usize>)> =
-            changes.iter().map(|it| (it.position, it.user_metadata.map(|text| text.index()))).collect();
+            changes.iter().map(|it| (it.position, it.user_metadata.map(TextId::index))).collect();
         assert_eq!(found, [(2, Some(4)), (4, None), (5, Some(7))]);
         assert!(is_complete);
     }
