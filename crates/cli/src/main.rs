@@ -89,7 +89,7 @@ fn main() -> ExitCode {
         Command::Selftest(_) | Command::Soak(_) => LevelFilter::ERROR,
         _ => LevelFilter::WARN,
     };
-    let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level).without_time();
+    let log = tracing_subscriber::fmt().with_writer(|| output::Log).with_max_level(level).without_time();
     // It would report a failure of stderr on stderr, and panic.
     log.log_internal_errors(false).init();
     let result = match cli.command {

@@ -227,6 +227,20 @@ pub fn spinner(unit: &str) -> ProgressBar {
     spinner
 }
 
+/// The log, on stderr: its messages may contain text of a recording.
+pub struct Log;
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        io::stderr().write_all(printable_lines(&String::from_utf8_lossy(bytes)).as_bytes())?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
