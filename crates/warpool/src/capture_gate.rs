@@ -1,9 +1,15 @@
-//! Keeps captures from beginning and ending while a typed call puts work into a stream.
+//! Keeps captures from beginning and ending while a typed call or an allocator puts something into a stream.
 //!
 //! A typed call asks whether its stream captures, and then calls the driver. If a capture began in between, the work
 //! would be part of a graph that does not keep its memory; if one ended, the work would run without a record of its
 //! use. So a typed call enters the gate for as long as both take ([`FrozenCaptures`]), and whoever begins or ends a
 //! capture closes it around the driver call ([`CaptureChange`]).
+//!
+//! Allocators do the same with events and waits ([`FrozenForCall`]): an event that is recorded in a capture belongs to
+//! it, and a wait for work outside of a capture invalidates it. But they hold locks of their own, which the closure of
+//! a typed call (`with_address`) may need. An allocator that waited for a capture, which waits for that closure, would
+//! wait for ever. So it waits only while the driver call that begins or ends a capture is made, by a second lock: calls
+//! of allocators hold it together, and so do changes.
 //!
 //! Entering and leaving an open gate is one atomic operation each, on one of several counters, so that threads with
 //! streams of their own do not share a cache line. Closing it waits until all counters are 0, and typed calls that come
@@ -42,6 +48,18 @@ pub(crate) struct CaptureGate {
     /// For threads that wait for either side; held only while counters are read.
     waiting: Mutex<()>,
     changed: Condvar,
+    calls: Mutex<Calls>,
+    calls_changed: Condvar,
+}
+
+/// Driver calls of allocators, and driver calls that begin or end a capture: at any time there are only the former, or
+/// only the latter.
+#[derive(Default)]
+struct Calls {
+    of_allocators: usize,
+    changes: usize,
+    /// Changes that wait for calls of allocators. No others begin meanwhile.
+    changes_waiting: usize,
 }
 
 /// On a cache line of its own, and on the one that the processor fetches with it.
@@ -84,6 +102,21 @@ impl CaptureGate {
         }
     }
 
+    /// Keeps captures from beginning and ending during a driver call of an allocator, which may hold its own locks.
+    /// `may_wait` is called before it waits. To be left before it is entered again.
+    pub(crate) fn enter_for_call(&self, may_wait: impl FnOnce() -> Result<()>) -> Result<FrozenForCall<'_>> {
+        let is_changing = |calls: &mut Calls| calls.changes + calls.changes_waiting > 0;
+        let mut calls = lock(&self.calls);
+        if is_changing(&mut calls) {
+            drop(calls);
+            may_wait()?;
+            calls = lock(&self.calls);
+            calls = self.calls_changed.wait_while(calls, is_changing).unwrap_or_else(PoisonError::into_inner);
+        }
+        calls.of_allocators += 1;
+        Ok(FrozenForCall { gate: self })
+    }
+
     /// Whether the calling thread is inside. (Not found if it has entered the gate of another `Instance` since.)
     pub(crate) fn is_thread_inside(&self) -> bool {
         INSIDE.get() == self.address()
@@ -93,7 +126,7 @@ impl CaptureGate {
     /// by a thread that is inside.
     pub(crate) fn close(&self) -> CaptureChange<'_> {
         self.changes.fetch_add(1, Ordering::SeqCst);
-        let change = CaptureChange { gate: self };
+        let mut change = CaptureChange { gate: self, excludes_calls: false };
         let (begun, mut warned) = (Instant::now(), false);
         let mut guard = lock(&self.waiting);
         while self.inside.iter().any(|counter| counter.0.load(Ordering::SeqCst) > 0) {
@@ -104,6 +137,14 @@ impl CaptureGate {
             guard = self.changed.wait_timeout(guard, WARN_AFTER).unwrap_or_else(PoisonError::into_inner).0;
         }
         drop(guard);
+        // After all typed calls have left: those may need an allocator's lock, whose holder waits for this change.
+        let mut calls = lock(&self.calls);
+        calls.changes_waiting += 1;
+        let has_calls = |calls: &mut Calls| calls.of_allocators > 0;
+        calls = self.calls_changed.wait_while(calls, has_calls).unwrap_or_else(PoisonError::into_inner);
+        calls.changes_waiting -= 1;
+        calls.changes += 1;
+        change.excludes_calls = true;
         change
     }
 
@@ -150,15 +191,40 @@ impl Drop for FrozenCaptures<'_> {
     }
 }
 
-/// No typed call is between its check and its driver call until this is dropped. Hold it over driver calls that begin
-/// or end a capture, never over user code.
+/// No capture of a graph begins or ends until this is dropped. Hold it over driver calls, never over user code.
+#[must_use = "captures may begin and end once it is dropped"]
+pub(crate) struct FrozenForCall<'a> {
+    gate: &'a CaptureGate,
+}
+
+impl Drop for FrozenForCall<'_> {
+    fn drop(&mut self) {
+        let mut calls = lock(&self.gate.calls);
+        calls.of_allocators -= 1;
+        if calls.of_allocators == 0 && calls.changes_waiting > 0 {
+            self.gate.calls_changed.notify_all();
+        }
+    }
+}
+
+/// No typed call and no allocator is between its check and its driver call until this is dropped. Hold it over driver
+/// calls that begin or end a capture, never over user code.
 #[must_use = "typed calls go on once it is dropped"]
 pub(crate) struct CaptureChange<'a> {
     gate: &'a CaptureGate,
+    /// `false` while it waits for typed calls.
+    excludes_calls: bool,
 }
 
 impl Drop for CaptureChange<'_> {
     fn drop(&mut self) {
+        if self.excludes_calls {
+            let mut calls = lock(&self.gate.calls);
+            calls.changes -= 1;
+            if calls.changes == 0 {
+                self.gate.calls_changed.notify_all();
+            }
+        }
         if self.gate.changes.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.gate.wake();
         }
@@ -215,6 +281,43 @@ mod tests {
         change.join().unwrap();
         late.join().unwrap();
         assert!(gate.inside.iter().all(|counter| counter.0.load(Ordering::SeqCst) == 0));
+    }
+
+    /// An allocator may hold a lock that the closure of a typed call needs: it does not wait for that closure.
+    #[test]
+    fn a_call_of_an_allocator_waits_for_a_change_but_not_for_the_typed_calls_before_it() {
+        let gate = Arc::new(CaptureGate::default());
+        let (sender, receiver) = mpsc::channel();
+        let typed = gate.try_enter(0).unwrap();
+        let change = thread::spawn({
+            let (gate, sender) = (Arc::clone(&gate), sender.clone());
+            move || {
+                let change = gate.close();
+                sender.send("changed").unwrap();
+                let late = thread::spawn({
+                    let gate = Arc::clone(&gate);
+                    move || {
+                        let waits = || {
+                            sender.send("waits").unwrap();
+                            Ok(())
+                        };
+                        drop(gate.enter_for_call(waits).unwrap());
+                        sender.send("entered").unwrap();
+                    }
+                });
+                // Dropped once the call waits, or is about to.
+                thread::sleep(Duration::from_millis(20));
+                drop(change);
+                late.join().unwrap();
+            }
+        });
+        wait_until_closed(&gate);
+        drop(gate.enter_for_call(|| panic!("it waits for a typed call")).unwrap());
+        assert!(receiver.try_recv().is_err());
+        drop(typed);
+        change.join().unwrap();
+        let seen: Vec<&str> = receiver.try_iter().collect();
+        assert!(seen == ["changed", "waits", "entered"] || seen == ["changed", "entered"], "{seen:?}");
     }
 
     #[test]

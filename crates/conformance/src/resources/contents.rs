@@ -3,18 +3,21 @@
 //! what its owner wrote, and the statistics what the program counts itself.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use warpool::graph::CaptureOptions;
 use warpool::memory::{
     Allocate, CachingAllocator, DeviceBlock, DriverPoolAllocator, HostAllocator, Keep, MemPool, MemPoolId,
     PagedAllocator, PinnedSettings, PoolCheckpoint, PoolOptions, Restored, Settings, Tags,
 };
 use warpool::{DeviceVec, PinnedVec, Stream, StreamLease};
-use warpool_driver::DeviceId;
+use warpool_driver::{CaptureMode, DeviceId};
 
-use super::helpers::SharedAllocator;
+use super::helpers::{PLAIN, SharedAllocator, graph};
 use crate::check::Check;
 use crate::context::TestContext;
 use crate::expect::{CheckError, CheckResult, expect, expect_eq, expect_slice_eq, require};
+use crate::sync::join;
 
 pub(crate) const CHECKS: &[Check] = crate::checks![
     blocks_keep_their_contents_while_streams_share_memory,
@@ -22,6 +25,7 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     all_of_a_large_block_sleeps_and_wakes,
     a_restored_pool_leaves_other_blocks_alone,
     typed_memory_keeps_its_contents,
+    captures_begin_and_end_beside_typed_work,
 ];
 
 const KIB: u64 = 1 << 10;
@@ -37,7 +41,7 @@ struct Subject {
 }
 
 /// An allocator that records and restores its pools.
-trait Checkpoints {
+trait Checkpoints: Send + Sync {
     fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> warpool::Result<PoolCheckpoint>;
     fn restore(&self, checkpoint: &PoolCheckpoint) -> warpool::Result<Restored>;
 }
@@ -332,4 +336,57 @@ fn typed_memory_keeps_its_contents(context: &TestContext) -> CheckResult {
         context.device().synchronize()?;
         Ok(host.close()?)
     })
+}
+
+fn captures_begin_and_end_beside_typed_work(context: &TestContext) -> CheckResult {
+    const LEN: usize = 5000;
+    on_each(context, |on| {
+        let allocator = &on.subject.allocator;
+        if on.subject.checkpoints.is_none() {
+            // Without pools it serves no graphs.
+            return Ok(());
+        }
+        // One thread captures in it, and the other puts work into it: each piece runs, or the graph keeps its memory.
+        let shared = context.device().pool_stream()?;
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let captures = scope.spawn(|| {
+                let outcome = capture_rounds(on, &shared);
+                done.store(true, Ordering::Release);
+                outcome
+            });
+            let typed = || -> CheckResult {
+                let (own, mut round) = (&on.streams[1], 0);
+                while !done.load(Ordering::Acquire) {
+                    round += 1;
+                    let mut short_lived = DeviceVec::<u32>::uninit(allocator, LEN, &shared)?;
+                    // A capture may refuse the call; then nothing was queued.
+                    let _ = shared.fill(&mut short_lived, 0xDEAD);
+                    drop(short_lived);
+                    let mut kept = DeviceVec::<u32>::uninit(allocator, LEN, own)?;
+                    own.fill(&mut kept, round)?;
+                    let found = kept.to_vec(own)?;
+                    expect(found.iter().all(|&word| word == round), "a vector in a stream of its own")?;
+                }
+                Ok(())
+            };
+            let typed = typed();
+            join(captures).and(typed)
+        })
+    })
+}
+
+/// Captures a fill, replays it, and expects what it wrote, many times.
+fn capture_rounds(on: &Program<'_>, shared: &Stream) -> CheckResult {
+    let own = &on.streams[0];
+    for round in 1..=60_u32 {
+        let mut output = DeviceVec::<u32>::zeroed(&on.subject.allocator, 4000, own)?;
+        let mut captured = graph(on.context, &on.subject.allocator)?;
+        let options = CaptureOptions { mode: CaptureMode::Relaxed, ..PLAIN };
+        captured.capture(shared, options, |capture| capture.stream().fill(&mut output, round))?;
+        captured.replay(shared)?;
+        let found = output.to_vec(own)?;
+        expect(found.iter().all(|&word| word == round), "what a replay wrote")?;
+    }
+    Ok(())
 }

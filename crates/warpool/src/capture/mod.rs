@@ -9,7 +9,7 @@ mod polling;
 mod registry;
 mod relaxed;
 
-pub(crate) use crate::capture_gate::FrozenCaptures;
+pub(crate) use crate::capture_gate::{FrozenCaptures, FrozenForCall};
 pub(crate) use crate::capture_status::CaptureStatus;
 pub(crate) use capture_safe::CaptureSafe;
 pub use polling::Polling;

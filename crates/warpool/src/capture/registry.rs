@@ -12,7 +12,7 @@ use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, DeviceId, Driver, DriverError, ErrorCode};
 
 use super::pollers::{HoldOff, Pollers};
-use crate::capture_gate::{CaptureChange, FrozenCaptures};
+use crate::capture_gate::{CaptureChange, FrozenCaptures, FrozenForCall};
 use crate::capture_status::CaptureStatus;
 use crate::error::GraphError;
 use crate::instance::{Extension, ExtensionSlot};
@@ -184,6 +184,15 @@ impl Instance {
     #[inline]
     pub(crate) fn try_freeze_captures(&self, stream: &Stream) -> Option<FrozenCaptures<'_>> {
         self.capture_gate().try_enter(stream.id().0)
+    }
+
+    /// As [`freeze_captures`](Self::freeze_captures), for driver calls of an allocator, which may hold its own locks.
+    /// Hold the result neither over user code nor over another call of this.
+    pub(crate) fn freeze_captures_for_call(&self) -> Result<FrozenForCall<'_>> {
+        self.capture_gate().enter_for_call(|| {
+            self.driver().current_device()?;
+            Ok(())
+        })
     }
 
     /// Waits for typed calls that are between their check and their driver call, and keeps others from beginning, until

@@ -121,6 +121,8 @@ impl Generator {
             return Ok(());
         }
         let function = self.device().kernel(&SOURCE, kernel)?;
+        // Numbers that are drawn outside of a capture are not captured, and the other way round.
+        let _frozen = stream.instance().freeze_captures(stream)?;
         let reserved = self.reserve_undoable(4, stream)?;
         let [slot, seed, offset] = reserved.reservation.args();
         let mut args = vec![target.ptr.into(), KernelArg::U64(count), slot, seed, offset];

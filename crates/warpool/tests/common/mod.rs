@@ -8,6 +8,7 @@ pub mod launch;
 pub mod logging_allocator;
 pub mod memory;
 pub mod panics;
+pub mod pause;
 pub mod rng;
 pub mod sizes;
 

@@ -1,5 +1,8 @@
 //! Typed memory and kernels with typed arguments.
 
+#[path = "../common/pause.rs"]
+mod pause;
+
 mod asleep;
 mod captures;
 mod errors;

@@ -3,74 +3,18 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Duration;
 
-use warpool::driver::decorate::{Arguments, Hook, Hooked, Outcome};
+use warpool::driver::decorate::Hooked;
 use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::driver::{Call, CaptureMode, Driver};
+use warpool::driver::{Call, CaptureMode};
 use warpool::graph::{CaptureOptions, Graph, GraphError, GraphOptions};
 use warpool::memory::{CachingAllocator, DeviceAllocator, HostAllocator, MemPoolId, PinnedSettings, Settings};
-use warpool::{Device, DeviceVec, Instance, PinnedVec, Result, Stream, driver};
+use warpool::{Device, DeviceVec, Instance, PinnedVec, Result, Stream};
 use warpool_testing::Rng;
 
-/// How long a thread is given to do what it must not do. A test that passes has waited for that long.
-const PATIENCE: Duration = Duration::from_millis(150);
-
-/// Stops the first call of one kind, until another thread has done something or the patience is over.
-#[derive(Default)]
-struct Pause {
-    at: Mutex<Option<Call>>,
-    state: Mutex<State>,
-    changed: Condvar,
-    calls: Mutex<Vec<Call>>,
-}
-
-#[derive(Default)]
-struct State {
-    reached: bool,
-    released: bool,
-}
-
-impl Pause {
-    fn set(&self, call: Call) {
-        *self.at.lock().unwrap() = Some(call);
-    }
-
-    fn wait_until_reached(&self) {
-        let state = self.state.lock().unwrap();
-        drop(self.changed.wait_while(state, |state| !state.reached).unwrap());
-    }
-
-    fn release(&self) {
-        self.state.lock().unwrap().released = true;
-        self.changed.notify_all();
-    }
-
-    fn position(&self, call: Call) -> Option<usize> {
-        self.calls.lock().unwrap().iter().position(|&other| other == call)
-    }
-}
-
-impl Hook for Pause {
-    type CallState = ();
-
-    fn before(&self, _: &dyn Driver, call: Call, _: Arguments<'_>) -> driver::Result<()> {
-        if self.at.lock().unwrap().take_if(|at| *at == call).is_some() {
-            let mut state = self.state.lock().unwrap();
-            state.reached = true;
-            self.changed.notify_all();
-            drop(self.changed.wait_timeout_while(state, PATIENCE, |state| !state.released).unwrap());
-        }
-        self.calls.lock().unwrap().push(call);
-        Ok(())
-    }
-
-    fn after(&self, _: &dyn Driver, _: Call, (): (), _: Outcome<'_>) {}
-
-    fn suballocation(&self, _: Call, _: Arguments<'_>) {}
-}
+use crate::pause::{PATIENCE, Pause};
 
 struct Machine {
     sim: Arc<SimDriver>,
@@ -211,7 +155,7 @@ fn a_body_does_not_end_between_check_and_call() -> Result<()> {
             Ok(())
         })
     })?;
-    let fill = gpu.pause().calls.lock().unwrap().iter().rposition(|&call| call == Call::Fill);
+    let fill = gpu.pause().calls().iter().rposition(|&call| call == Call::Fill);
     assert!(fill < gpu.pause().position(Call::CaptureEnd));
     drop(vector);
     graph.reset()?;

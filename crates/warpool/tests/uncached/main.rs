@@ -8,3 +8,4 @@ mod decorators;
 mod driver_pool;
 mod panics;
 mod pluggable;
+mod racing_captures;

@@ -17,7 +17,6 @@ use super::free::Fences;
 use super::heap::{Freed, Heap, Kept, State};
 use super::pending::PendingFrees;
 use super::spin_lock::SpinGuard;
-use crate::capture::CaptureStatus;
 use crate::memory::checkpoint::{BlockUses, PoolCheckpoint, Restored, SavedBlock, lent_block};
 use crate::memory::report::EntryDetails;
 use crate::memory::{Action, Allocation, MemPoolId, StackLevel, stream_fence};
@@ -231,19 +230,7 @@ impl PagedAllocator {
 
     /// Makes the stream of a heap wait for one that uses memory of a block to be restored.
     fn order_streams(&self, pool: MemPoolId, (user, own): Order) -> Result<()> {
-        let (user_status, own_status) =
-            (CaptureStatus::of(self.driver(), user)?, CaptureStatus::of(self.driver(), own)?);
-        let is_ordered = if user_status.refuses_work() || own_status.refuses_work() {
-            false
-        } else if own_status == CaptureStatus::StreamDestroyed {
-            true
-        } else if user_status == CaptureStatus::StreamDestroyed {
-            stream_fence::wait_for_devices(&self.shared.instance)?
-        } else {
-            stream_fence::order_after(&self.shared.instance, user, own)?;
-            true
-        };
-        if is_ordered {
+        if stream_fence::order_outside_captures(&self.shared.instance, user, own)? {
             return Ok(());
         }
         let why = format!("{user} uses memory of a block to be restored, and a capture is under way; end it first");

@@ -16,6 +16,7 @@ use warpool_driver::{
 
 use super::copies::SavedRange;
 use crate::capture::{CaptureStatus, RelaxedMode};
+use crate::memory::stream_fence;
 use crate::memory::{Asleep, DeviceAllocator, HostBlock, MemPoolId, PoolSleep, SegmentKind, Upstream};
 use crate::unwind::OnUnwind;
 use crate::{Device, Error, Result, lock};
@@ -315,13 +316,14 @@ impl TagSegments {
             }
             self.wait_for_copies()?;
         }
-        let _relaxed = RelaxedMode::begin(driver)?;
-        match CaptureStatus::of(driver, stream)? {
-            CaptureStatus::NotCapturing => driver.stream_synchronize(stream)?,
-            CaptureStatus::StreamDestroyed if !self.has_captures() => driver.device_synchronize(self.device.id())?,
-            _ => return Ok(false),
+        match stream_fence::synchronize(self.device.instance(), stream)? {
+            CaptureStatus::NotCapturing => Ok(true),
+            CaptureStatus::StreamDestroyed if !self.has_captures() => {
+                RelaxedMode::run(driver, || Ok(driver.device_synchronize(self.device.id())?))?;
+                Ok(true)
+            }
+            _ => Ok(false),
         }
-        Ok(true)
     }
 
     fn has_captures(&self) -> bool {

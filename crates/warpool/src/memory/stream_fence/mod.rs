@@ -12,7 +12,8 @@
 //! 4. Passed fences go to [`FenceOwner::complete`]; blocks without any left are reclaimed there.
 //!
 //! The allocator implements [`FenceOwner`]: where the two structures are and under which lock. [`wait_for_stream`],
-//! [`wait_for_devices`] and [`order_after`] can be used without a block.
+//! [`wait_for_devices`], [`wait_for_event`] and the functions that order one stream after another can be used without a
+//! block.
 //!
 //! # Rules
 //! - The driver is called without the owner's lock. Fences have sequence numbers, so that a result that arrives after
@@ -24,7 +25,8 @@
 //!   polls some of those that have not passed, in turn. [`poll_of`] polls all that one stream's blocks wait for.
 //! - A driver call may unwind (a driver may be anybody's): no block is lost by that.
 //! - No fence is recorded in a stream that takes part in a capture: the event would belong to the capture, and querying
-//!   it would invalidate that. Such a block stays unfenced until the capture is over.
+//!   it would invalidate that. Such a block stays unfenced until the capture is over. No capture begins between the
+//!   check and the event.
 
 mod fencing;
 mod owner;
@@ -39,5 +41,8 @@ pub(crate) use fencing::{fence, fence_later, retry_unfenced};
 pub(crate) use owner::FenceOwner;
 pub(crate) use poll::{poll, poll_of, poll_some, wait_all};
 pub(crate) use queues::{Fence, PENDING_PER_CALL, StreamFences};
-pub(crate) use record::{Recorded, order_after, record, record_bystander, wait_for_devices, wait_for_stream};
+pub(crate) use record::{
+    Recorded, order_after, order_outside_captures, record, record_bystander, synchronize, wait_for_devices,
+    wait_for_event, wait_for_stream,
+};
 pub(crate) use uses::StreamUses;

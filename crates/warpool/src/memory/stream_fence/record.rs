@@ -1,9 +1,13 @@
 //! Events behind a stream's work, and waiting for it, without a block.
+//!
+//! Whether a stream captures is asked and acted on while no capture can begin or end (`capture_gate.rs`). A stream may
+//! still join one meanwhile, and captures that are begun without a graph are not held up, so it is asked again after
+//! an event was recorded.
 
-use warpool_driver::{ErrorCode, EventScope, StreamId};
+use warpool_driver::{DeviceId, ErrorCode, EventId, EventScope, StreamId};
 
 use super::owner::FenceOwner;
-use crate::capture::CaptureStatus;
+use crate::capture::{CaptureStatus, RelaxedMode};
 use crate::{Device, Error, Instance, PooledEvent, Result};
 
 /// Result of [`record`].
@@ -18,48 +22,53 @@ pub(crate) enum Recorded {
 
 /// Records an event behind the work that `stream` holds now.
 pub(crate) fn record(owner: &impl FenceOwner, stream: StreamId) -> Result<Recorded> {
-    match owner.capture_status(stream)? {
-        CaptureStatus::NotCapturing => {}
-        CaptureStatus::StreamDestroyed => return record_destroyed(owner),
-        CaptureStatus::Capturing(_) | CaptureStatus::Invalidated | CaptureStatus::Blocked => {
-            return Ok(Recorded::CaptureActive);
-        }
-    }
-    match record_on(owner, stream) {
-        Err(Error::Driver(error)) if error.code == ErrorCode::InvalidHandle => record_destroyed(owner),
-        recorded => recorded,
+    match record_if_existing(owner, stream)? {
+        Some(recorded) => Ok(recorded),
+        None => record_destroyed(owner),
     }
 }
 
-/// Records an event behind the work of a stream that did not capture a moment ago; `InvalidHandle` if it is destroyed.
-fn record_on(owner: &impl FenceOwner, stream: StreamId) -> Result<Recorded> {
-    let driver = owner.instance().driver();
-    let device = match owner.device_of(stream) {
+/// The same; `None` if the stream is destroyed.
+fn record_if_existing(owner: &impl FenceOwner, stream: StreamId) -> Result<Option<Recorded>> {
+    let _frozen = owner.instance().freeze_captures_for_call()?;
+    match owner.capture_status(stream)? {
+        CaptureStatus::NotCapturing => {}
+        CaptureStatus::StreamDestroyed => return Ok(None),
+        CaptureStatus::Capturing(_) | CaptureStatus::Invalidated | CaptureStatus::Blocked => {
+            return Ok(Some(Recorded::CaptureActive));
+        }
+    }
+    let mut event = match record_event(owner.instance(), owner.device_of(stream), stream) {
+        Err(Error::Driver(error)) if error.code == ErrorCode::InvalidHandle => return Ok(None),
+        recorded => recorded?,
+    };
+    let status = owner.capture_status(stream);
+    if status != Ok(CaptureStatus::NotCapturing) {
+        // The stream has joined a capture since the first check: the event may belong to it.
+        event.never_reuse();
+        return status.map(|_| Some(Recorded::CaptureActive));
+    }
+    Ok(Some(Recorded::Fenced(event)))
+}
+
+/// Records an event in a stream; `device` is its device, if that is known. To be called while captures are frozen.
+fn record_event(instance: &Instance, device: Option<DeviceId>, stream: StreamId) -> Result<PooledEvent> {
+    let driver = instance.driver();
+    let device = match device {
         Some(device) => device,
         None => driver.stream_handle(stream)?.device,
     };
-    let mut event = Device::from_id(owner.instance(), device).event_pool().take()?;
+    let event = Device::from_id(instance, device).event_pool().take()?;
     driver.event_record(event.id(), stream, EventScope::Plain)?;
-    let status = owner.capture_status(stream);
-    if status != Ok(CaptureStatus::NotCapturing) {
-        // Another thread began a capture since the first check: the event may belong to it.
-        event.never_reuse();
-        return status.map(|_| Recorded::CaptureActive);
-    }
-    Ok(Recorded::Fenced(event))
+    Ok(event)
 }
 
 /// Records an event behind the work of a stream that nobody said uses the memory in question. `None` if a capture
 /// forbids it, or if the stream is destroyed.
 pub(crate) fn record_bystander(owner: &impl FenceOwner, stream: StreamId) -> Result<Option<PooledEvent>> {
-    if owner.capture_status(stream)? != CaptureStatus::NotCapturing {
-        return Ok(None);
-    }
-    match record_on(owner, stream) {
-        Ok(Recorded::Fenced(event)) => Ok(Some(event)),
-        Ok(Recorded::AlreadyDone | Recorded::CaptureActive) => Ok(None),
-        Err(Error::Driver(error)) if error.code == ErrorCode::InvalidHandle => Ok(None),
-        Err(error) => Err(error),
+    match record_if_existing(owner, stream)? {
+        Some(Recorded::Fenced(event)) => Ok(Some(event)),
+        Some(Recorded::AlreadyDone | Recorded::CaptureActive) | None => Ok(None),
     }
 }
 
@@ -96,11 +105,55 @@ pub(crate) fn wait_for_stream(owner: &impl FenceOwner, stream: StreamId) -> Resu
     }
 }
 
-/// Makes later work of `later` wait for the work that `earlier` holds now, on the device.
+/// Waits for the work that `stream` holds now, if it does not capture. Returns its status.
+pub(crate) fn synchronize(instance: &Instance, stream: StreamId) -> Result<CaptureStatus> {
+    let driver = &**instance.driver();
+    let event = {
+        let _frozen = instance.freeze_captures_for_call()?;
+        match CaptureStatus::of(driver, stream)? {
+            CaptureStatus::NotCapturing => record_event(instance, None, stream)?,
+            status => return Ok(status),
+        }
+    };
+    let _relaxed = RelaxedMode::begin(driver)?;
+    driver.event_synchronize(event.id())?;
+    Ok(CaptureStatus::NotCapturing)
+}
+
+/// Makes later work of `stream` wait for an event outside of captures, on the device. `false` if `stream` captures.
+pub(crate) fn wait_for_event(owner: &impl FenceOwner, stream: StreamId, event: EventId) -> Result<bool> {
+    let _frozen = owner.instance().freeze_captures_for_call()?;
+    if owner.capture_status(stream)?.refuses_work() {
+        return Ok(false);
+    }
+    owner.instance().driver().stream_wait_event(stream, event, EventScope::Plain)?;
+    Ok(true)
+}
+
+/// Makes later work of `later` wait for the work that `earlier` holds now, on the device. To be called while captures
+/// are frozen, and both streams take part in the same capture or in none.
 pub(crate) fn order_after(instance: &Instance, earlier: StreamId, later: StreamId) -> Result<()> {
-    let driver = instance.driver();
-    let device = driver.stream_handle(earlier)?.device;
-    let event = Device::from_id(instance, device).event_pool().take()?;
-    driver.event_record(event.id(), earlier, EventScope::Plain)?;
-    Ok(driver.stream_wait_event(later, event.id(), EventScope::Plain)?)
+    let event = record_event(instance, None, earlier)?;
+    Ok(instance.driver().stream_wait_event(later, event.id(), EventScope::Plain)?)
+}
+
+/// The same for two streams that are not to capture. `false` if a capture forbids it.
+pub(crate) fn order_outside_captures(instance: &Instance, earlier: StreamId, later: StreamId) -> Result<bool> {
+    let driver = &**instance.driver();
+    let [earlier_status, later_status] = {
+        let _frozen = instance.freeze_captures_for_call()?;
+        let statuses = [CaptureStatus::of(driver, earlier)?, CaptureStatus::of(driver, later)?];
+        if statuses == [CaptureStatus::NotCapturing; 2] {
+            order_after(instance, earlier, later)?;
+            return Ok(true);
+        }
+        statuses
+    };
+    if earlier_status.refuses_work() || later_status.refuses_work() {
+        Ok(false)
+    } else if later_status == CaptureStatus::StreamDestroyed {
+        Ok(true)
+    } else {
+        wait_for_devices(instance)
+    }
 }

@@ -88,7 +88,7 @@ impl<S: Source> UncachedAllocator<S> {
         let Some(quota) = self.reserve_quota(state, bytes, capturing, &details)? else {
             return out_of_memory(OomCause::Limit);
         };
-        let Some(ptr) = self.fetch(state, size, raw_stream, capturing, &details)? else {
+        let Some((ptr, status)) = self.fetch(state, size, raw_stream, status, &details)? else {
             drop(quota);
             return out_of_memory(S::OOM_CAUSE);
         };
@@ -139,18 +139,26 @@ impl<S: Source> UncachedAllocator<S> {
     }
 
     /// Memory from the source. If it has none: calls the pressure callbacks, waits for freed blocks, trims the source,
-    /// and tries once more. `None` means out of memory.
+    /// and tries once more. `None` means out of memory. The stream had the status `status` a moment ago; returns the one
+    /// that it had at the allocation.
     fn fetch(
         &self,
         state: &DeviceState,
         bytes: u64,
         stream: RawStream,
-        capturing: bool,
+        status: CaptureStatus,
         details: &EntryDetails,
-    ) -> Result<Option<DevicePtr>> {
-        let device = state.ledger.device();
-        if let Some(ptr) = self.source.allocate(device, bytes, stream)? {
-            return Ok(Some(ptr));
+    ) -> Result<Option<(DevicePtr, CaptureStatus)>> {
+        let (device, capturing) = (state.ledger.device(), status.refuses_work());
+        let allocate = || {
+            // In a capture a stream-ordered allocation is a node of the graph.
+            let _frozen = self.freeze_captures()?;
+            let asks_again = S::STREAM_ORDERED && (capturing || self.has_captures());
+            let status = if asks_again { CaptureStatus::of_unblocked(self.driver(), stream.id)? } else { status };
+            Result::Ok(self.source.allocate(device, bytes, stream)?.map(|ptr| (ptr, status)))
+        };
+        if let Some(allocated) = allocate()? {
+            return Ok(Some(allocated));
         }
         self.observers.run_pressure_callbacks(device);
         if !capturing {
@@ -158,7 +166,7 @@ impl<S: Source> UncachedAllocator<S> {
             self.source.trim(device, self.has_captures())?;
             self.with(state, AllocationTable::count_retry);
         }
-        let retried = self.source.allocate(device, bytes, stream)?;
+        let retried = allocate()?;
         if retried.is_none() && !capturing {
             self.source.undo_growth(device)?;
         }

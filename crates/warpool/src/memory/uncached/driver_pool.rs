@@ -11,8 +11,8 @@ use warpool_driver::{Access, DeviceId, DevicePtr, Driver, PoolAttribute, PoolId,
 
 use super::UncachedAllocator;
 use super::source::{Reserved, Source};
-use crate::capture::{CaptureStatus, RelaxedMode};
-use crate::memory::stream_fence::wait_for_devices;
+use crate::capture::RelaxedMode;
+use crate::memory::stream_fence::{synchronize, wait_for_devices};
 use crate::memory::{OomCause, RawStream, Settings};
 use crate::{Device, Instance, Result, StreamLease, lock};
 
@@ -180,11 +180,8 @@ impl Source for DriverPool {
         let state = self.state(device);
         let FreedOn { streams, on_others } = std::mem::take(&mut *lock(&state.freed_on));
         let waited = streams.iter().try_for_each(|&stream| {
-            if CaptureStatus::of(self.driver(), stream)? == CaptureStatus::NotCapturing {
-                let _relaxed = self.relaxed()?;
-                self.driver().stream_synchronize(stream)?;
-            }
-            Ok(())
+            // Not waited for if it captures.
+            synchronize(&self.instance, stream).map(drop)
         });
         // While a capture is under way the others are not waited for.
         let waited = waited.and_then(|()| if on_others { wait_for_devices(&self.instance).map(drop) } else { Ok(()) });

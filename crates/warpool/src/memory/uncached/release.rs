@@ -6,6 +6,9 @@
 //! - Any other source gets the block back once fences in the other streams have passed.
 //!
 //! A block that cannot be released now stays in the table, and every later call tries again.
+//!
+//! For a stream-ordered source no capture begins or ends between the check of the streams and the free. Any other is
+//! user code, which captures must not wait for.
 
 use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, ErrorCode, RawHandle, StreamId};
@@ -13,7 +16,7 @@ use warpool_driver::{CaptureId, ErrorCode, RawHandle, StreamId};
 use super::source::Source;
 use super::table::{AllocationTable, TableEntry};
 use super::{DeviceState, UncachedAllocator};
-use crate::capture::{CaptureStatus, RelaxedMode};
+use crate::capture::{CaptureStatus, FrozenForCall, RelaxedMode};
 use crate::memory::RawStream;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
@@ -49,7 +52,13 @@ impl<S: Source> UncachedAllocator<S> {
     /// Releases a block that the calling thread is releasing, or leaves it pending. An error is the source's; the
     /// block is gone then. After an error of the driver the block is pending.
     pub(super) fn release_block(&self, state: &DeviceState, entry: &TableEntry, details: &EntryDetails) -> Result<()> {
-        self.release_in(state, entry, &mut Pass::default(), details)
+        let unwinds = OnUnwind::new(|| self.with(state, |table| table.interrupt_release(entry.serial)));
+        let frozen = self.freeze_captures();
+        unwinds.disarm();
+        match frozen {
+            Ok(_frozen) => self.release_in(state, entry, &mut Pass::default(), details),
+            Err(error) => self.stay_pending(state, entry, Some(error)),
+        }
     }
 
     /// Releases every pending block that streams and captures allow. Looks at a bounded number of those that have to
@@ -79,6 +88,10 @@ impl<S: Source> UncachedAllocator<S> {
         if let Err(error) = stream_fence::retry_unfenced(&owner, stay_max, fence) {
             tracing::warn!(%error, "no event could be recorded behind the use of a freed block; it is retried");
         }
+        let _frozen = match self.freeze_captures() {
+            Ok(frozen) => frozen,
+            Err(error) => return tracing::warn!(%error, "freed blocks could not be released; they are retried"),
+        };
         let (mut unseen, mut last) = self.with(state, |table| table.begin_pass(stay_max));
         let mut stay = 0;
         while unseen > 0 && stay < stay_max {
@@ -99,13 +112,7 @@ impl<S: Source> UncachedAllocator<S> {
         pass: &mut Pass,
         details: &EntryDetails,
     ) -> Result<()> {
-        let stay_pending = |error: Option<Error>| {
-            if let Some(error) = error {
-                tracing::warn!(%error, ptr = %entry.ptr, "a freed block could not be released; it is retried");
-            }
-            self.with(state, |table| table.end_release(entry.serial));
-            Ok(())
-        };
+        let stay_pending = |error| self.stay_pending(state, entry, error);
         // After a panic the block is pending, unless it is out of the table.
         let unwinds = OnUnwind::new(|| self.with(state, |table| table.interrupt_release(entry.serial)));
         let decision = self.decide(state, entry, pass);
@@ -141,6 +148,19 @@ impl<S: Source> UncachedAllocator<S> {
         }
         self.complete(state, entry, details);
         Ok(())
+    }
+
+    fn stay_pending(&self, state: &DeviceState, entry: &TableEntry, error: Option<Error>) -> Result<()> {
+        if let Some(error) = error {
+            tracing::warn!(%error, ptr = %entry.ptr, "a freed block could not be released; it is retried");
+        }
+        self.with(state, |table| table.end_release(entry.serial));
+        Ok(())
+    }
+
+    /// Keeps what streams answer about captures true until the source is called, if it is stream-ordered.
+    pub(super) fn freeze_captures(&self) -> Result<Option<FrozenForCall<'_>>> {
+        S::STREAM_ORDERED.then(|| self.instance.freeze_captures_for_call()).transpose()
     }
 
     fn complete(&self, state: &DeviceState, entry: &TableEntry, details: &EntryDetails) {

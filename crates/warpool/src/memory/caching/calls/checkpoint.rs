@@ -59,17 +59,12 @@ impl CachingAllocator {
 
     /// Makes the stream of a block to be restored wait for one that uses its memory.
     fn order_streams(&self, pool: MemPoolId, order: &StreamOrder) -> Result<()> {
-        let (user, own) = (CaptureStatus::of(self.driver(), order.user)?, CaptureStatus::of(self.driver(), order.own)?);
-        let is_ordered = if user.refuses_work() || own.refuses_work() {
-            false
-        } else if order.in_capture || own == CaptureStatus::StreamDestroyed {
+        let is_ordered = if order.in_capture {
             // What was captured was joined when the capture ended.
-            true
-        } else if user == CaptureStatus::StreamDestroyed {
-            stream_fence::wait_for_devices(self.shared.instance())?
+            let refuses = |stream| Result::Ok(CaptureStatus::of(self.driver(), stream)?.refuses_work());
+            !refuses(order.user)? && !refuses(order.own)?
         } else {
-            stream_fence::order_after(self.shared.instance(), order.user, order.own)?;
-            true
+            stream_fence::order_outside_captures(self.shared.instance(), order.user, order.own)?
         };
         if is_ordered {
             return Ok(());

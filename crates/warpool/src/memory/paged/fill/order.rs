@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use warpool_driver::{EventId, EventScope, StreamId};
+use warpool_driver::{EventId, StreamId};
 
 use super::Fill;
 use crate::Result;
@@ -42,9 +42,8 @@ impl Fill<'_> {
         match self.device.tail_of(number, self.details)? {
             Tail::Done => Ok(true),
             Tail::Event { event, is_new } => {
-                self.wait_for(event.id())?;
                 self.ordered_after.extend(is_new.then_some(stream));
-                Ok(true)
+                self.wait_for(event.id())
             }
             Tail::Unknown => {
                 let with_pages = self.table.index.with_pages().map(|(number, _)| number);
@@ -58,16 +57,17 @@ impl Fill<'_> {
     fn order_after_users(&self, streams: &[StreamId]) -> Result<bool> {
         for &stream in streams.iter().filter(|&&stream| stream != self.request.stream) {
             match stream_fence::record(&PendingFrees::new(self.device, self.details), stream)? {
-                Recorded::Fenced(event) => self.wait_for(event.id())?,
+                Recorded::Fenced(event) if self.wait_for(event.id())? => {}
                 Recorded::AlreadyDone => {}
-                Recorded::CaptureActive => return Ok(false),
+                Recorded::Fenced(_) | Recorded::CaptureActive => return Ok(false),
             }
         }
         Ok(true)
     }
 
-    fn wait_for(&self, event: EventId) -> Result<()> {
-        Ok(self.device.driver().stream_wait_event(self.request.stream, event, EventScope::Plain)?)
+    /// `false` if the request's stream captures, which another thread may have begun since the request came.
+    fn wait_for(&self, event: EventId) -> Result<bool> {
+        stream_fence::wait_for_event(&PendingFrees::new(self.device, self.details), self.request.stream, event)
     }
 
     /// If pages were taken that another stream used, makes the request's stream wait for bystanders, too
