@@ -11,7 +11,7 @@ const REQUESTS_UNTIL_IDLE: u64 = 32;
 /// The free memory of a heap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct FreeMemory {
-    /// In free blocks that a page may fit into.
+    /// In free blocks that a page may fit into; 0 if none of its pages is free as a whole.
     pub(super) page_sized_bytes: u64,
     /// Beside large blocks, in pages that those have parts of.
     pub(super) bytes_in_parts: u64,
@@ -58,7 +58,7 @@ impl HeapIndex {
         self.bytes_in_parts = self.bytes_in_parts - before.map_or(0, parts) + parts(free);
     }
 
-    /// Heaps with free blocks that a page may fit into, with the sum of those blocks.
+    /// Heaps with pages that are free as a whole, with the sum of the free blocks that a page may fit into.
     pub(super) fn with_pages(&self) -> impl Iterator<Item = (u32, u64)> {
         let free = self.free.iter().filter(|(_, free)| free.page_sized_bytes > 0);
         free.map(|(&heap, free)| (heap, free.page_sized_bytes))

@@ -490,6 +490,11 @@ impl Heap {
         }
     }
 
+    /// Whether there is a free block of at least `bytes` bytes that has a property.
+    pub(super) fn has_free_block(&self, bytes: u64, has: impl Fn(u32) -> bool) -> bool {
+        self.areas.iter().any(|area| area.free_at_least(&self.blocks, bytes).any(&has))
+    }
+
     /// Calls `each` with every free block of the large ones' area.
     pub(super) fn large_free_blocks(&self, each: impl FnMut(u32)) {
         self.areas[SegmentKind::Large as usize].free_at_least(&self.blocks, GRAIN).for_each(each);

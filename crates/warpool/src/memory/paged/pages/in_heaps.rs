@@ -43,6 +43,12 @@ impl PageTable {
         });
     }
 
+    /// Whether a page is wholly in a free block of a heap. It may be larger than a slot, so the block's size does not
+    /// tell.
+    pub(in crate::memory::paged) fn has_free_pages(&self, heap: &Heap) -> bool {
+        heap.has_free_block(self.slot_bytes, |block| !self.page_slots_in(heap, block).1.is_empty())
+    }
+
     /// How much of the pages of a heap's large blocks is free beside one: smaller blocks can use it, and nothing else.
     pub(in crate::memory::paged) fn bytes_in_parts(&self, heap: &Heap) -> u64 {
         let mut bytes = 0;
