@@ -133,8 +133,7 @@ fn waits_of_a_stream_that_takes_pages() -> Result<()> {
 fn memory_of_the_drivers_pool() -> Result<()> {
     for call in [Call::PoolAlloc, Call::PoolFree] {
         let gpu = Machine::new()?;
-        let allocator: Arc<dyn DeviceAllocator> =
-            Arc::new(DriverPoolAllocator::new(&gpu.instance));
+        let allocator: Arc<dyn DeviceAllocator> = Arc::new(DriverPoolAllocator::new(&gpu.instance));
         allocator.allocate(1000, &gpu.captured)?.free()?;
         gpu.capture_waits(call, || allocator.allocate(1000, &gpu.captured)?.free())?;
     }

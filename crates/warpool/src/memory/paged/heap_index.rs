@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use rustc_hash::FxHashMap;
 
-/// A heap that was not used while so many requests needed pages is retired, if nothing is allocated in it.
+/// After this many requests that needed pages, a heap that was not used meanwhile is retired, if nothing is allocated
+/// in it.
 const REQUESTS_UNTIL_IDLE: u64 = 32;
 
 /// The free memory of a heap.

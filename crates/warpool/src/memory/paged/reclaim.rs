@@ -138,7 +138,7 @@ fn empty_heap(device: &PagedDevice, table: &mut PageTable, number: u32, details:
     Ok(())
 }
 
-/// Whole pages of free blocks, of the largest first, until they are so many bytes: they belong to nothing any more.
+/// Takes whole pages of free blocks, of the largest first, up to `most` bytes: they belong to nothing any more.
 fn take_free(
     device: &PagedDevice,
     table: &mut PageTable,
@@ -273,8 +273,7 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
     Ok(before.saturating_sub(table.reserved_all().current))
 }
 
-/// Unmaps and releases the free pages of a heap, once its stream and other `users` have passed, until they are so many
-/// bytes.
+/// Unmaps and releases free pages of a heap, up to `most` bytes, once its stream and other `users` have passed.
 fn release_heap(
     device: &PagedDevice,
     table: &mut PageTable,
