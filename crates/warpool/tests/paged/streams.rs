@@ -7,7 +7,7 @@ use std::sync::Arc;
 use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{
-    Copies as _, DeviceId, Devices as _, ForeignStream, Pattern, StreamId, StreamOptions, Streams as _,
+    Call, Copies as _, DeviceId, Devices as _, ForeignStream, Pattern, StreamId, StreamOptions, Streams as _,
 };
 use warpool::memory::{Allocate as _, DeviceAllocator, PagedAllocator, Request, Settings};
 use warpool::{Device, Instance, Stream};
@@ -144,7 +144,7 @@ fn thousands_of_streams_have_memory_at_once() {
     gpu.expect_no_hazards();
 }
 
-/// The driver calls of an allocation that takes pages of another stream, beside so many others.
+/// The driver calls of an allocation that takes pages of another stream, beside `count` others.
 fn calls_beside(count: usize, set_up: fn(&Counted, usize)) -> u64 {
     let gpu = Counted::with(SimConfig::default().with_capacity(64 << 30).without_suballocation_tracking());
     set_up(&gpu, count);
@@ -179,7 +179,7 @@ fn streams_that_have_gone_or_do_nothing_cost_no_driver_calls() {
     }
 }
 
-/// The driver calls of an allocation if so many streams take pages from each other.
+/// The driver calls of an allocation if `count` streams take pages from each other.
 fn calls_in_turns(count: usize) -> u64 {
     let gpu = Counted::with(SimConfig::default().with_capacity(64 << 30).without_suballocation_tracking());
     let streams: Vec<_> = (0..count).map(|_| gpu.foreign().0).collect();
@@ -192,6 +192,112 @@ fn what_streams_cost_that_take_pages_from_each_other_is_bounded() {
     let calls = [2, 10, 100, 1000].map(calls_in_turns);
     println!("2, 10, 100, 1,000 streams: {calls:?} calls an allocation");
     assert!(calls.iter().all(|&calls| calls <= 150), "{calls:?}");
+}
+
+/// What the life of a short-lived stream costs on average.
+#[derive(Debug, Default)]
+struct Life {
+    mappings: f64,
+    waits_for_events: f64,
+    calls: f64,
+    /// The share of streams that wait for another one.
+    waiting: f64,
+}
+
+/// A training whose batches have another size in every step, beside streams of a library that creates four in every
+/// step, uses memory of each and destroys it.
+fn short_lived_streams() -> Life {
+    const STREAMS: u64 = 4;
+    const STEPS: std::ops::Range<u64> = 60..120;
+    let gpu = Counted::with(SimConfig::default().with_capacity(16 << 30).without_suballocation_tracking());
+    let (main, mut rng) = (gpu.device.pool_stream().unwrap(), Rng::new(11));
+    let allocate = |stream: &Stream, bytes| gpu.paged.allocate_raw(Request::new(DEVICE, stream.id(), bytes)).unwrap();
+    let _weights = allocate(&main, 2 << 30);
+    let mut life = Life::default();
+    for step in 0..STEPS.end {
+        for _ in 0..STREAMS {
+            let (stream, theirs) = gpu.foreign();
+            let bytes = (1 + rng.u64_below(23)) * MIB;
+            let before = gpu.paged.page_stats(DEVICE).unwrap().totals.mapped;
+            let calls = gpu.calls(|| {
+                let blocks = [bytes, bytes, bytes, 512].map(|bytes| allocate(&stream, bytes));
+                gpu.sim.fill(blocks[0].ptr, Pattern::U8(1), bytes, stream.id()).unwrap();
+                gpu.sim.stream_synchronize(stream.id()).unwrap();
+                blocks.iter().for_each(|block| gpu.paged.free_raw(block.ptr).unwrap());
+            });
+            gpu.sim.stream_destroy(theirs).unwrap();
+            if STEPS.contains(&step) {
+                let share = 1.0 / ((STEPS.end - STEPS.start) * STREAMS) as f64;
+                let waits = gpu.counting.count(Call::StreamWaitEvent).calls;
+                let mapped = gpu.paged.page_stats(DEVICE).unwrap().totals.mapped - before;
+                life.mappings += mapped as f64 * share;
+                life.waits_for_events += waits as f64 * share;
+                life.calls += calls as f64 * share;
+                life.waiting += f64::from(u8::from(waits > 0)) * share;
+            }
+        }
+        let length = 64 + rng.u64_below(448);
+        let activations: Vec<_> = (0..64).map(|layer| allocate(&main, (1 + layer % 4) * length * (64 << 10))).collect();
+        gpu.sim.fill(activations[0].ptr, Pattern::U8(1), 4096, main.id()).unwrap();
+        activations.iter().rev().for_each(|block| gpu.paged.free_raw(block.ptr).unwrap());
+    }
+    gpu.expect_no_hazards();
+    life
+}
+
+/// Before, every stream waited for the training's work, 8 times on average, and so did a host that waited for it.
+#[test]
+fn a_new_stream_gets_memory_of_one_that_has_gone_and_waits_for_nobody() {
+    let life = short_lived_streams();
+    println!("{life:.2?}");
+    assert!(life.waiting < 0.6 && life.mappings < 0.5 && life.calls < 15.0, "{life:.2?}");
+}
+
+/// Memory that a bystander uses, of whom nobody said so, is not given to a new stream before that work is done.
+#[test]
+fn an_adopted_heap_is_not_in_use_by_bystanders() {
+    let gpu = Counted::new(4 << 30);
+    let bystander = gpu.device.pool_stream().unwrap();
+    let busy = gpu.paged.allocate_raw(Request::new(DEVICE, bystander.id(), MIB)).unwrap();
+    let life = |fills: Option<&Stream>| {
+        let (stream, theirs) = gpu.foreign();
+        let block = gpu.paged.allocate_raw(Request::new(DEVICE, stream.id(), 8 * MIB)).unwrap();
+        gpu.sim.fill(block.ptr, Pattern::U8(1), 4096, stream.id()).unwrap();
+        if let Some(other) = fills {
+            gpu.sim.stream_synchronize(stream.id()).unwrap();
+            gpu.sim.fill(block.ptr, Pattern::U8(2), 4096, other.id()).unwrap();
+        }
+        gpu.paged.free_raw(block.ptr).unwrap();
+        gpu.sim.stream_destroy(theirs).unwrap();
+        block.ptr
+    };
+    // Paused, so that its work is under way during the lives of all streams that come.
+    gpu.sim.pause_stream(bystander.id()).unwrap();
+    let used = life(Some(&bystander));
+    for _ in 0..20 {
+        assert_ne!(life(None), used, "it would be written in the middle of the bystander's work");
+    }
+    gpu.sim.resume_stream(bystander.id()).unwrap();
+    gpu.paged.free_raw(busy.ptr).unwrap();
+    for _ in 0..20 {
+        life(None);
+    }
+    gpu.expect_no_hazards();
+}
+
+/// Streams that live on, and free all their memory again and again, keep their heaps when another comes.
+#[test]
+fn streams_that_live_on_do_not_take_heaps_from_each_other() {
+    let gpu = Counted::new(4 << 30);
+    let streams: Vec<_> = (0..8).map(|_| gpu.foreign().0).collect();
+    let round = || streams.iter().for_each(|stream| gpu.use_memory(stream, MIB));
+    (0..3).for_each(|_| round());
+    gpu.use_memory(&gpu.foreign().0, MIB);
+    round();
+    gpu.counting.reset();
+    (0..10).for_each(|_| round());
+    assert_eq!(gpu.counting.count(Call::StreamHandle).calls, 0, "each has its heap");
+    gpu.expect_no_hazards();
 }
 
 /// A destructor calls no driver.

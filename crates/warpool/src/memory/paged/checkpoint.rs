@@ -121,7 +121,7 @@ impl PagedDevice {
         &self,
         checkpoint: &PoolCheckpoint,
         ordered: &BTreeSet<Order>,
-        (pending, ended): (&mut Vec<BlockRef>, &mut Vec<u32>),
+        (pending, ended): (&mut Vec<BlockRef>, &mut Vec<(u32, StreamId)>),
         details: &EntryDetails,
     ) -> Result<Option<Restored>> {
         let mut heaps = PoolHeaps::lock(self, checkpoint.pool)?;
@@ -154,7 +154,7 @@ impl PagedDevice {
                 }
             }
             heap.merge_recent();
-            ended.extend((heap.ends() != ends).then_some(*number));
+            ended.extend((heap.ends() != ends).then_some((*number, heap.stream)));
         }
         freed.sort_unstable();
         used.sort_unstable_by_key(|range| range.start);
@@ -212,7 +212,7 @@ impl PagedAllocator {
             restored.allocated.iter().for_each(|&allocation: &Allocation| self.abandon(allocation));
         });
         pending.into_iter().for_each(|key| owner.fence(key));
-        ended.into_iter().for_each(|number| device.end_of_stream(number, Fences::Now, &details));
+        ended.into_iter().for_each(|(number, stream)| device.end_of_stream(number, stream, Fences::Now, &details));
         if device.shared().tracks_suballocations {
             for allocation in &restored.allocated {
                 self.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);

@@ -18,7 +18,6 @@ use super::heap::Heap;
 use super::heaps::Heaps;
 use super::inactive::{self, Inactive, InactiveStats};
 use super::last_heap::DeviceKey;
-use super::last_work::Owner;
 use super::left_addresses::LeftAddresses;
 use super::pages::{PageTable, PageTotals};
 use super::pools::{Pools, SegmentSource};
@@ -34,7 +33,7 @@ use crate::memory::{
     Stats,
 };
 use crate::unwind::drop_user_value;
-use crate::{Device, Error, Instance, Result, lock};
+use crate::{Device, Instance, Result, lock};
 
 /// What the devices of an allocator share.
 pub(super) struct Shared {
@@ -70,10 +69,10 @@ impl BlockRef {
 
 /// Which heap is whose.
 #[derive(Debug, Default)]
-struct HeapKeys {
-    by_key: FxHashMap<(StreamId, MemPoolId), u32>,
+pub(super) struct HeapKeys {
+    pub(super) by_key: FxHashMap<(StreamId, MemPoolId), u32>,
     /// Retired heaps, to be used again with their addresses.
-    idle: Vec<u32>,
+    pub(super) idle: Vec<u32>,
 }
 
 /// Counts of what is not counted by heaps or pages.
@@ -91,14 +90,14 @@ pub(super) struct PagedDevice {
     pub(super) rdma: bool,
     /// How pages can be shared with other processes.
     pub(super) share: Option<ShareKind>,
-    key: DeviceKey,
+    pub(super) key: DeviceKey,
     pub(super) heaps: Heaps,
     /// Heaps in which something was allocated or freed since pages were last needed.
     pub(super) activity: Arc<Activity>,
     /// Locked while an event is recorded in a stream that has memory, so that its owner does not destroy it meanwhile
     /// (`stream_tail.rs`).
     pub(super) naming: Mutex<()>,
-    by_key: RwLock<HeapKeys>,
+    pub(super) by_key: RwLock<HeapKeys>,
     pub(super) space: AddressSpace,
     pub(super) pages: Mutex<PageTable>,
     /// Locked after the pages.
@@ -198,51 +197,6 @@ impl Drop for PagedDevice {
 
 /// Heaps.
 impl PagedDevice {
-    /// The heap of a stream and pool. No lock if it is the one that the thread used last.
-    #[inline]
-    pub(super) fn heap_for(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &SpinLock<Heap>)> {
-        match self.key.last_of(&self.heaps, stream, pool) {
-            Some(last) => Ok(last),
-            None => self.find_heap(stream, pool),
-        }
-    }
-
-    #[cold]
-    fn find_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &SpinLock<Heap>)> {
-        let known = self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied();
-        let heap = match known {
-            Some(heap) => heap,
-            None => self.add_heap(stream, pool)?,
-        };
-        self.switch_to(heap, stream, pool);
-        Ok((heap, self.heaps.get(heap)))
-    }
-
-    fn add_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<u32> {
-        let handle = self.driver().stream_handle(stream)?;
-        if handle.device != self.id {
-            return Err(Error::StreamDevice { device: self.id, stream, owner: handle.device });
-        }
-        let mut keys = self.by_key.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&heap) = keys.by_key.get(&(stream, pool)) {
-            return Ok(heap);
-        }
-        let is_kept = self.instance().keeps_stream(self.id, stream)?;
-        let mut pools = lock(&self.pools);
-        pools.expect_in_use(pool)?;
-        let owner = Owner { stream, stream_raw: handle.raw.0, pool, is_kept };
-        let heap = match keys.idle.pop() {
-            Some(heap) => {
-                self.heaps.get(heap).lock().set_owner(owner);
-                heap
-            }
-            None => self.heaps.push(Heap::new(owner, self.heaps.len(), Arc::clone(&self.activity))),
-        };
-        pools.add_heap(pool, heap)?;
-        keys.by_key.insert((stream, pool), heap);
-        Ok(heap)
-    }
-
     /// No page belongs to a heap any more, and nothing is allocated in it: it can be used again for another stream or
     /// pool.
     pub(super) fn retire_heap(&self, table: &mut PageTable, number: u32) {
@@ -338,7 +292,7 @@ impl PagedDevice {
     }
 
     #[cold]
-    fn switch_to(&self, heap: u32, stream: StreamId, pool: MemPoolId) {
+    pub(super) fn switch_to(&self, heap: u32, stream: StreamId, pool: MemPoolId) {
         if let Some(before) = self.key.note(&self.heaps, heap, stream, pool) {
             self.collect(before);
         }

@@ -51,11 +51,14 @@ impl PagedDevice {
             // A hook that collects stacks may panic: the block is freed all the same.
             let unwinds = OnUnwind::new(|| {
                 let off = EntryDetails::default();
-                let (outcome, block) = self.free_found(&mut cell.lock(), &find, &off);
+                let (stream, (outcome, block)) = {
+                    let mut heap = cell.lock();
+                    (heap.stream, self.free_found(&mut heap, &find, &off))
+                };
                 if let (Outcome::Pending, Some(block)) = (outcome, block) {
                     self.fence(BlockRef { heap: number, block }, Fences::Later, &off);
                 }
-                self.end_of_stream(number, Fences::Later, &off);
+                self.end_of_stream(number, stream, Fences::Later, &off);
             });
             let details = self.entry_details(StackLevel::All);
             unwinds.disarm();
@@ -64,13 +67,13 @@ impl PagedDevice {
         let mut heap = cell.lock();
         let ends = heap.ends();
         let (outcome, block) = self.free_found(&mut heap, &find, &details);
-        let may_end = heap.ends() != ends;
+        let (stream, may_end) = (heap.stream, heap.ends() != ends);
         drop(heap);
         if let (Outcome::Pending, Some(block)) = (&outcome, block) {
             self.fence(BlockRef { heap: number, block }, fences, &details);
         }
         if may_end {
-            self.end_of_stream(number, fences, &details);
+            self.end_of_stream(number, stream, fences, &details);
         }
         if !details.is_off() {
             self.report();

@@ -15,6 +15,8 @@ pub(super) struct Owner {
     pub(super) pool: MemPoolId,
     /// Whether the stream lives as long as the instance.
     pub(super) is_kept: bool,
+    /// Whether it is the stream's first heap. A stream that lost one before lives on.
+    pub(super) is_first: bool,
 }
 
 /// What is known of the last work that used a heap's memory.

@@ -20,12 +20,14 @@
 //!
 //! # Streams that have gone
 //! A stream may be destroyed once nothing is allocated for it, so it is not named from then on: the free of its last
-//! block records an event (`stream_tail.rs`). A heap that was not used for long is retired (`retire.rs`): its pages
-//! belong to no stream any more, and its addresses serve the next one. A request that needs pages looks only at heaps
-//! that were used since the last one, and at those with free pages (`heap_index.rs`).
+//! block records an event (`stream_tail.rs`). A new stream gets the heap of one that may have gone as it is, with
+//! mapped memory, once all work in it is done (`adoption.rs`). A heap that was not used for long is retired
+//! (`retire.rs`): its pages belong to no stream any more, and its addresses serve the next one. A request that needs
+//! pages looks only at heaps that were used since the last one, and at those with free pages (`heap_index.rs`).
 
 mod activity;
 mod address_space;
+mod adoption;
 mod allocate;
 mod allocator;
 mod annotate;
@@ -36,6 +38,7 @@ mod counters;
 mod device;
 mod fill;
 mod fill_memory;
+mod find_heap;
 mod free;
 mod heap;
 mod heap_index;
@@ -68,6 +71,7 @@ mod supply;
 mod sync;
 #[cfg(test)]
 mod tests;
+mod unused_heaps;
 mod used_heaps;
 mod window;
 

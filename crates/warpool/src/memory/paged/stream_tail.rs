@@ -16,6 +16,8 @@
 
 use std::sync::Arc;
 
+use warpool_driver::StreamId;
+
 use super::device::PagedDevice;
 use super::free::Fences;
 use super::last_work::LastWork;
@@ -75,17 +77,18 @@ impl PagedDevice {
         }
     }
 
-    /// The last block of a heap was freed: its owner may destroy the stream as soon as this returns.
+    /// The last block of `stream` in a heap was freed: its owner may destroy it as soon as this returns.
     #[cold]
-    pub(super) fn end_of_stream(&self, number: u32, fences: Fences, details: &EntryDetails) {
+    pub(super) fn end_of_stream(&self, number: u32, stream: StreamId, fences: Fences, details: &EntryDetails) {
         let _naming = lock(&self.naming);
-        let (stream, ends) = {
+        let ends = {
             let heap = self.heaps.get(number).lock();
-            if heap.last_work().is_none() {
-                // Another thread has allocated meanwhile; the free of that block gets here, too.
+            if heap.last_work().is_none() || heap.stream != stream {
+                // Another thread has allocated meanwhile; the free of that block gets here, too. Or that is also freed,
+                // and the heap is another stream's by now.
                 return;
             }
-            (heap.stream, heap.ends())
+            heap.ends()
         };
         let last_work = match fences {
             Fences::Later => return,

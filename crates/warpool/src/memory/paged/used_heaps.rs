@@ -12,6 +12,8 @@ pub(super) fn look_at_used(device: &PagedDevice, table: &mut PageTable) {
         heap.unlist();
         table.bystanders.note(heap.stream, number);
         table.index.note_used(number);
+        let is_unused = heap.pool.is_default() && heap.is_first() && heap.last_work().is_some();
+        table.unused_heaps.note(number, is_unused.then(|| heap.ends()));
         look_at(table, number, &mut heap);
     }
     for number in table.index.take_changed() {

@@ -54,6 +54,8 @@ pub(super) struct Heap {
     /// The handle of its stream.
     pub(super) stream_raw: u64,
     pub(super) pool: MemPoolId,
+    /// Whether it is the first heap of its stream.
+    is_first: bool,
     /// Allocated blocks, without pending ones: while there are any, the stream exists.
     live: u32,
     /// 1 if the stream may be destroyed once nothing is allocated: the free of the last block then records an event,
@@ -109,11 +111,12 @@ pub(super) enum FreedAgain {
 
 impl Heap {
     pub(super) fn new(owner: Owner, number: u32, activity: Arc<Activity>) -> Self {
-        let Owner { stream, stream_raw, pool, is_kept } = owner;
+        let Owner { stream, stream_raw, pool, is_kept, is_first } = owner;
         Self {
             stream,
             stream_raw,
             pool,
+            is_first,
             live: 0,
             live_until_end: u32::from(!is_kept),
             last_work: LastWork::Done,
@@ -133,9 +136,14 @@ impl Heap {
     /// Makes it the heap of another stream and pool. Nothing is allocated in it.
     pub(super) fn set_owner(&mut self, owner: Owner) {
         debug_assert!(self.is_idle());
-        let Owner { stream, stream_raw, pool, is_kept } = owner;
-        (self.stream, self.stream_raw, self.pool) = (stream, stream_raw, pool);
+        let Owner { stream, stream_raw, pool, is_kept, is_first } = owner;
+        (self.stream, self.stream_raw, self.pool, self.is_first) = (stream, stream_raw, pool, is_first);
         (self.live_until_end, self.last_work) = (u32::from(!is_kept), LastWork::Done);
+    }
+
+    /// Whether it is the first heap of its stream.
+    pub(super) fn is_first(&self) -> bool {
+        self.is_first
     }
 
     /// Makes it nobody's, until it is used again.

@@ -23,6 +23,7 @@ use super::homes::{Home, HomeCounters};
 use super::page_set::PageSet;
 use super::page_sizes::PageSizes;
 use super::pools::SegmentSource;
+use super::unused_heaps::UnusedHeaps;
 use crate::memory::{SegmentKind, Stat, StatByKind};
 
 pub(super) use super::page_set::PageId;
@@ -97,6 +98,7 @@ pub(super) struct PageTable {
     pub(super) contention: Contention,
     pub(super) index: HeapIndex,
     pub(super) bystanders: Bystanders,
+    pub(super) unused_heaps: UnusedHeaps,
     pub(super) totals: PageTotals,
 }
 
@@ -156,6 +158,7 @@ impl PageTable {
             contention: Contention::default(),
             index: HeapIndex::default(),
             bystanders: Bystanders::default(),
+            unused_heaps: UnusedHeaps::default(),
             totals: PageTotals::default(),
         }
     }
