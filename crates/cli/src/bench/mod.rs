@@ -31,14 +31,15 @@ use measure::{MUTEX_BASELINE, Measurement};
 ///
 /// The baseline is locking and unlocking an uncontended mutex. `bench graph` compares with the driver's own graph
 /// launch instead, `bench typed` with the raw calls that typed ones replace, and `bench scale` with the same operation
-/// beside a tenth as many streams, blocks or pools. `bench alloc` without `--ops` measures one thread on one core after
-/// another, since cores differ where others use the machine too. `bench typed` also compares the raw calls with
-/// themselves: how far those ratios are from 1 is the noise of the run. `bench host` measures allocate-free pairs on
-/// one thread and on all threads: every thread times itself, the slowest one counts, and the baseline is measured by
-/// the same threads, each with its own mutex; the fastest of 25 rounds of each is reported. Each thread also has one
-/// block of every size cached. First pinnings are compared with the driver's own allocation, by the fastest of 9 rounds
-/// of each. `bench sleep` compares with plain copies of the same bytes between the device and pinned memory, by the
-/// fastest of 5 rounds of each.
+/// beside a tenth as many streams, blocks or pools (a ratio of at most 1.5), with a tenth of the work, by page or event
+/// (2.5), or on one thread instead of sixteen (6); a larger ratio is exit status 1. `bench alloc` without `--ops`
+/// measures one thread on one core after another, since cores differ where others use the machine too. `bench typed`
+/// also compares the raw calls with themselves: how far those ratios are from 1 is the noise of the run. `bench host`
+/// measures allocate-free pairs on one thread and on all threads: every thread times itself, the slowest one counts,
+/// and the baseline is measured by the same threads, each with its own mutex; the fastest of 25 rounds of each is
+/// reported. Each thread also has one block of every size cached. First pinnings are compared with the driver's own
+/// allocation, by the fastest of 9 rounds of each. `bench sleep` compares with plain copies of the same bytes between
+/// the device and pinned memory, by the fastest of 5 rounds of each.
 #[derive(Debug, clap::Args)]
 #[command(after_help = format!("Benchmarks:\n{}\n\n\
     Exit status: 0 success, 1 a limit was exceeded (memory grows, unexpected calls), 2 it could not be run.\n\n\
@@ -137,7 +138,7 @@ const BENCHMARKS: &[Benchmark] = &[
     },
     Benchmark {
         name: "scale",
-        about: "growth of costs with what is idle: streams, blocks, pools, segments",
+        about: "growth of costs with what is idle (streams, blocks, pools, segments), with work, and with threads",
         run: scale::run,
     },
 ];
