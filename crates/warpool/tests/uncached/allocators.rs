@@ -845,3 +845,25 @@ fn a_block_used_by_a_destroyed_stream_is_released() {
         assert_eq!(context.stats().reserved_bytes.all.current, 0);
     });
 }
+
+/// Issue 35: later calls, above all a trim, named streams that their owner had destroyed.
+#[test]
+fn no_call_names_a_stream_once_its_memory_is_freed() {
+    each_by_default(|context| {
+        let destroyed = context.sim_driver().stream_create(DEVICE, warpool::driver::StreamOptions::default()).unwrap();
+        let busy = context.stream();
+        let request = Request::new(DEVICE, destroyed, 3 * MIB);
+        let [plain, shared] = [0, 1].map(|_| context.allocator.allocate_raw(request).unwrap());
+        context.fill(shared, 1, &busy);
+        context.allocator.record_use_raw(shared.ptr, busy.id()).unwrap();
+        context.allocator.free(shared).unwrap();
+        context.allocator.free(plain).unwrap();
+        context.sim_driver().stream_destroy(destroyed).unwrap();
+        let later = context.block(30 * MIB, &busy);
+        context.allocator.free(later).unwrap();
+        context.trim();
+        context.expect_sound(&[]);
+        context.expect_no_hazard();
+        assert_eq!(context.stats().reserved_bytes.all.current, 0);
+    });
+}

@@ -92,8 +92,13 @@ pub(crate) fn wait_for_devices(instance: &Instance) -> Result<bool> {
 
 /// Waits for the work that `stream` holds now. Returns `false` without waiting if a capture forbids it. Waits for an
 /// event and not for the stream: another thread may begin a capture in it at any moment, which a wait for the stream
-/// would invalidate.
+/// would invalidate. A stream that its owner may have destroyed is not named, the devices are waited for, unless a
+/// capture forbids that: then the stream has to exist, as for PyTorch's allocator.
 pub(crate) fn wait_for_stream(owner: &impl FenceOwner, stream: StreamId) -> Result<bool> {
+    let instance = owner.instance();
+    if !is_kept(instance, stream)? && !owner.has_captures() && wait_for_devices(instance)? {
+        return Ok(true);
+    }
     match record(owner, stream)? {
         Recorded::Fenced(event) => {
             let _guard = owner.capture_guard()?;
@@ -103,6 +108,16 @@ pub(crate) fn wait_for_stream(owner: &impl FenceOwner, stream: StreamId) -> Resu
         Recorded::AlreadyDone => Ok(true),
         Recorded::CaptureActive => Ok(false),
     }
+}
+
+/// Whether a stream lives as long as the `Instance`.
+pub(crate) fn is_kept(instance: &Instance, stream: StreamId) -> Result<bool> {
+    for device in instance.devices() {
+        if instance.driver().context_is_active(device.id())? && instance.keeps_stream(device.id(), stream)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Waits for the work that `stream` holds now, if it does not capture. Returns its status.

@@ -4,17 +4,17 @@
 //! may reuse memory across streams in every way that the driver supports. Other users of the device's default pool
 //! share that configuration.
 
-use std::collections::BTreeSet;
-use std::sync::{Mutex, OnceLock};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use warpool_driver::{Access, DeviceId, DevicePtr, Driver, PoolAttribute, PoolId, StreamId};
 
 use super::UncachedAllocator;
 use super::source::{Reserved, Source};
 use crate::capture::RelaxedMode;
-use crate::memory::stream_fence::{synchronize, wait_for_devices};
+use crate::memory::stream_fence::wait_for_devices;
 use crate::memory::{OomCause, RawStream, Settings};
-use crate::{Device, Instance, Result, StreamLease, lock};
+use crate::{Device, Instance, Result, StreamLease};
 
 /// Memory from the driver's stream-ordered pools, as PyTorch's `cudaMallocAsync` backend uses them. See the
 /// [module](crate::memory) for how allocators are used.
@@ -30,16 +30,12 @@ use crate::{Device, Instance, Result, StreamLease, lock};
 /// - Several captures may be under way at once, also on several threads.
 /// - Frees in a capture are joined in the block's own stream, so nothing has to be joined when it ends.
 /// - A free that has to wait is made by the next call of any kind, not only by an allocation.
-/// - A retry waits for all streams that frees are in, not only for the request's.
+/// - A retry waits for the devices, not only for the request's stream, unless a capture is under way.
 /// - A fraction outside of [0, 1] is an error, and the default is 1.
 /// - There are snapshots, a history, and all counters that have a meaning here. Every block is a segment of its own;
 ///   what the pool holds beyond the blocks is shown as one free segment at address 0.
 /// - Pressure callbacks run when a request would fail, since it is not known before what is cached.
 pub type DriverPoolAllocator = UncachedAllocator<DriverPool>;
-
-/// So many streams are waited for one by one. With more, as in a program that makes a stream for each request, the
-/// devices are waited for.
-const FREED_ON_MAX: usize = 1024;
 
 /// The default pools of all devices.
 pub struct DriverPool {
@@ -51,26 +47,8 @@ pub struct DriverPool {
 struct PoolState {
     /// Set up at the first use, since it creates a context.
     ready: OnceLock<ReadyPool>,
-    /// Streams that frees were put into since they were last waited for.
-    freed_on: Mutex<FreedOn>,
-}
-
-/// Streams that frees were put into.
-#[derive(Default)]
-struct FreedOn {
-    streams: BTreeSet<StreamId>,
-    /// There were too many to remember.
-    on_others: bool,
-}
-
-impl FreedOn {
-    fn insert(&mut self, stream: StreamId) {
-        if self.streams.len() < FREED_ON_MAX || self.streams.contains(&stream) {
-            self.streams.insert(stream);
-        } else {
-            self.on_others = true;
-        }
-    }
+    /// Whether frees were put into streams since the devices were waited for last. The streams may be destroyed since.
+    freed: AtomicBool,
 }
 
 struct ReadyPool {
@@ -162,7 +140,7 @@ impl Source for DriverPool {
 
     fn free(&self, ptr: DevicePtr, _bytes: u64, device: DeviceId, stream: RawStream) -> Result<()> {
         self.driver().pool_free(ptr, stream.id)?;
-        lock(&self.state(device).freed_on).insert(stream.id);
+        self.state(device).freed.store(true, Ordering::Release);
         Ok(())
     }
 
@@ -177,20 +155,15 @@ impl Source for DriverPool {
     }
 
     fn wait_for_frees(&self, device: DeviceId) -> Result<bool> {
-        let state = self.state(device);
-        let FreedOn { streams, on_others } = std::mem::take(&mut *lock(&state.freed_on));
-        let waited = streams.iter().try_for_each(|&stream| {
-            // Not waited for if it captures.
-            synchronize(&self.instance, stream).map(drop)
-        });
-        // While a capture is under way the others are not waited for.
-        let waited = waited.and_then(|()| if on_others { wait_for_devices(&self.instance).map(drop) } else { Ok(()) });
-        if waited.is_err() {
-            let mut freed_on = lock(&state.freed_on);
-            streams.iter().for_each(|&stream| freed_on.insert(stream));
-            freed_on.on_others |= on_others;
+        let freed = &self.state(device).freed;
+        if !freed.swap(false, Ordering::AcqRel) {
+            return Ok(false);
         }
-        waited.map(|()| !streams.is_empty())
+        let waited = wait_for_devices(&self.instance);
+        if !matches!(waited, Ok(true)) {
+            freed.store(true, Ordering::Release);
+        }
+        waited
     }
 
     fn undo_growth(&self, device: DeviceId) -> Result<()> {

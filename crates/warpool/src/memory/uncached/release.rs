@@ -3,7 +3,8 @@
 //!
 //! - A stream-ordered source gets the free in the block's own stream; if other streams used the block, in a stream of
 //!   the allocator that waits for all of them. In the capture that allocated the block the free is a node of the graph.
-//! - Any other source gets the block back once fences in the other streams have passed.
+//! - Any other source gets the block back once fences in the other streams have passed, and in its own if that may be
+//!   destroyed meanwhile.
 //!
 //! A block that cannot be released now stays in the table, and every later call tries again.
 //!
@@ -175,21 +176,15 @@ impl<S: Source> UncachedAllocator<S> {
         if entry.capture.is_some() && state.pools.keep_for_graph(entry.pool, entry.serial) {
             return Ok(Decision::KeptForGraph);
         }
-        let own = self.status(entry.stream, pass)?;
         if S::STREAM_ORDERED {
-            self.decide_stream_ordered(state, entry, own, pass)
+            self.decide_stream_ordered(state, entry, pass)
         } else {
-            self.decide_fenced(state, entry, own, pass)
+            self.decide_fenced(state, entry, pass)
         }
     }
 
-    fn decide_stream_ordered(
-        &self,
-        state: &DeviceState,
-        entry: &TableEntry,
-        own: CaptureStatus,
-        pass: &mut Pass,
-    ) -> Result<Decision> {
+    fn decide_stream_ordered(&self, state: &DeviceState, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {
+        let own = self.status(entry.stream, pass)?;
         let others = other_streams(state, entry);
         let statuses = others.iter().map(|&stream| self.status(stream, pass)).collect::<Result<Vec<_>>>()?;
         if let Some(capture) = entry.capture
@@ -233,21 +228,29 @@ impl<S: Source> UncachedAllocator<S> {
         Ok(Decision::Release(own_stream(entry)))
     }
 
-    fn decide_fenced(
-        &self,
-        state: &DeviceState,
-        entry: &TableEntry,
-        own: CaptureStatus,
-        pass: &mut Pass,
-    ) -> Result<Decision> {
-        if own.refuses_work() {
-            return Ok(Decision::NotYet);
-        }
+    /// The block's own stream may be destroyed once the free has returned. So a block that has to wait for others also
+    /// waits for an event in its own stream, unless that is kept, and is then freed in a stream of the allocator.
+    fn decide_fenced(&self, state: &DeviceState, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {
+        let is_kept = stream_fence::is_kept(&self.instance, entry.stream)?;
         let owner = Fencing { allocator: self, state };
-        if !self.with(state, |table| table.has_fences(entry.serial)) {
-            let others = other_streams(state, entry);
-            self.with(state, |table| table.begin_fences(entry.serial, others));
-            stream_fence::fence(&owner, entry.serial)?;
+        let is_fenced = self.with(state, |table| table.has_fences(entry.serial));
+        if !is_fenced || is_kept {
+            let own = self.status(entry.stream, pass)?;
+            if own.refuses_work() {
+                return Ok(Decision::NotYet);
+            }
+            let mut streams = other_streams(state, entry);
+            if !is_fenced && streams.is_empty() {
+                return match own {
+                    CaptureStatus::StreamDestroyed => self.decide_after_devices(state, entry, own),
+                    _ => Ok(Decision::Release(own_stream(entry))),
+                };
+            }
+            if !is_fenced {
+                streams.extend((!is_kept).then_some(entry.stream));
+                self.with(state, |table| table.begin_fences(entry.serial, streams));
+                stream_fence::fence(&owner, entry.serial)?;
+            }
         }
         let is_clear = || owner.with_uses(&entry.serial, |uses| uses.is_clear());
         if !is_clear() {
@@ -262,10 +265,13 @@ impl<S: Source> UncachedAllocator<S> {
                 return outcome.map(|()| Decision::NotYet);
             }
         }
-        if own == CaptureStatus::StreamDestroyed {
-            return self.decide_after_devices(state, entry, own);
-        }
-        Ok(Decision::Release(own_stream(entry)))
+        if is_kept { Ok(Decision::Release(own_stream(entry))) } else { self.release_in_own(state) }
+    }
+
+    /// A source must not get the handle of a stream that may be destroyed.
+    fn release_in_own(&self, state: &DeviceState) -> Result<Decision> {
+        let stream = self.source.release_stream(state.ledger.device())?;
+        Ok(Decision::Release(state.ledger.raw_stream(stream, self.driver())?.0))
     }
 
     /// Waits for the devices, unless a capture is under way: it would be invalidated.
@@ -276,9 +282,7 @@ impl<S: Source> UncachedAllocator<S> {
         if own != CaptureStatus::StreamDestroyed {
             return Ok(Decision::Release(own_stream(entry)));
         }
-        // A source must not get the handle of a destroyed stream.
-        let stream = self.source.release_stream(state.ledger.device())?;
-        Ok(Decision::Release(state.ledger.raw_stream(stream, self.driver())?.0))
+        self.release_in_own(state)
     }
 
     fn status(&self, stream: StreamId, pass: &mut Pass) -> Result<CaptureStatus> {
