@@ -57,12 +57,12 @@ impl<'a> Changing<'a> {
         self.is_complete = true;
     }
 
-    /// Whether all segments have their memory, mapped, with their contents, and nobody reads it.
+    /// Whether all segments have their memory, mapped, with their contents, and no copy uses it.
     fn is_all_there(&self) -> bool {
         let is_there = |pool: &ChangingPool<'_>| {
             let segments = pool.pool.segments.segments();
-            let is_read = pool.pool.segments.is_read_by_copies();
-            !is_read
+            let is_used = pool.pool.segments.is_used_by_copies();
+            !is_used
                 && segments.iter().all(|segment| {
                     segment.physical.is_some() && segment.has_access && segment.contents == Contents::Present
                 })

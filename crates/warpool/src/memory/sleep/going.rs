@@ -233,7 +233,7 @@ fn save(
         let Err(error) = copies.wait() else { continue };
         if copies.wait_again().is_err() {
             let of_device = pools.iter().filter(|pool| pool.pool.device() == *id);
-            of_device.for_each(|pool| pool.pool.segments.set_read_by_copies(true));
+            of_device.for_each(|pool| pool.pool.segments.set_used_by_copies(true));
         }
         outcome = outcome.and(Err(failed(error)));
     }
@@ -273,16 +273,18 @@ fn map_again(pools: &[ChangingPool<'_>]) {
 fn discard(pool: &TagPool) {
     let Phase::Asleep(mut sleeping) = pool.segments.phase() else { return };
     for segment in pool.segments.segments() {
+        pool.segments.change(segment.ptr, |segment| segment.contents = Contents::Discarded);
         if segment.is_mapped
             && let Err(error) = pool.segments.unmap(&segment)
         {
             tracing::warn!(%error, "a mapping could not be undone; the memory stays until it is woken");
             continue;
         }
-        pool.segments.change(segment.ptr, |segment| segment.contents = Contents::Discarded);
         pool.segments.release(segment.ptr);
     }
     sleeping.keeps_contents = false;
-    sleeping.saved.clear();
+    if !pool.segments.is_used_by_copies() {
+        sleeping.saved.clear();
+    }
     pool.segments.set_phase(Phase::Asleep(sleeping));
 }

@@ -61,8 +61,8 @@ struct State {
     /// Physical memory that could not be released.
     unreleased: Vec<(PhysicalId, u64)>,
     peers: Vec<DeviceId>,
-    /// Whether copies that could not be waited for may still read the segments.
-    read_by_copies: bool,
+    /// Whether copies that could not be waited for may still use the segments, and host memory with their contents.
+    used_by_copies: bool,
 }
 
 /// Where the contents of a segment are.
@@ -188,20 +188,20 @@ impl TagSegments {
         Ok(())
     }
 
-    /// Copies of a sleep that failed may still read the segments, or do not any more.
-    pub(super) fn set_read_by_copies(&self, read_by_copies: bool) {
-        lock(&self.state).read_by_copies = read_by_copies;
+    /// Copies of a call that failed may still use the segments, or do not any more.
+    pub(super) fn set_used_by_copies(&self, used_by_copies: bool) {
+        lock(&self.state).used_by_copies = used_by_copies;
     }
 
-    pub(super) fn is_read_by_copies(&self) -> bool {
-        lock(&self.state).read_by_copies
+    pub(super) fn is_used_by_copies(&self) -> bool {
+        lock(&self.state).used_by_copies
     }
 
-    /// Waits for the copies of a sleep that failed, if there may be any.
+    /// Waits for the copies of a call that failed, if there may be any.
     pub(super) fn wait_for_copies(&self) -> Result<()> {
-        if self.is_read_by_copies() {
+        if self.is_used_by_copies() {
             self.device.synchronize()?;
-            self.set_read_by_copies(false);
+            self.set_used_by_copies(false);
         }
         Ok(())
     }
@@ -307,23 +307,25 @@ impl TagSegments {
         Ok(true)
     }
 
-    /// Waits for the work of a stream, and for copies that may read the segments. `false` if a capture forbids it.
+    /// Waits for the work of a stream, and for copies that may use the segments. `false` if a capture forbids it.
     fn wait_for(&self, stream: StreamId) -> Result<bool> {
         let driver = self.driver();
-        if self.is_read_by_copies() {
+        if self.is_used_by_copies() {
             if self.has_captures() {
                 return Ok(false);
             }
             self.wait_for_copies()?;
         }
-        match stream_fence::synchronize(self.device.instance(), stream)? {
-            CaptureStatus::NotCapturing => Ok(true),
-            CaptureStatus::StreamDestroyed if !self.has_captures() => {
-                RelaxedMode::run(driver, || Ok(driver.device_synchronize(self.device.id())?))?;
-                Ok(true)
-            }
-            _ => Ok(false),
+        let device = self.device.id();
+        if self.device.instance().keeps_stream(device, stream)? {
+            return Ok(stream_fence::synchronize(self.device.instance(), stream)? == CaptureStatus::NotCapturing);
         }
+        // Its owner may have destroyed it.
+        if self.has_captures() {
+            return Ok(false);
+        }
+        RelaxedMode::run(driver, || Ok(driver.device_synchronize(device)?))?;
+        Ok(true)
     }
 
     fn has_captures(&self) -> bool {

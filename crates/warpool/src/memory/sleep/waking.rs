@@ -11,7 +11,7 @@ use super::changing::{Changing, ChangingPool};
 use super::copies::Copies;
 use super::going::{names, names_on_devices};
 use super::report::SleepReport;
-use super::segments::{Contents, Phase, Segment};
+use super::segments::{Contents, Phase};
 use super::shared::{Shared, TagPool};
 use crate::error::{SleepCall, SleepFailure, SleepShortage};
 use crate::memory::{Asleep, MemPoolId};
@@ -26,11 +26,11 @@ pub(super) fn wake(shared: &Shared, pools: &[Arc<TagPool>]) -> Result<SleepRepor
         unchanged: names_on_devices(&awake),
         ..SleepReport::default()
     };
+    // Memory that the driver refused to take back makes room, also that of pools that are awake.
+    pools.iter().for_each(|pool| pool.segments.collect());
     if asleep.is_empty() {
         return Ok(report);
     }
-    // Memory that the driver refused to take back makes room.
-    asleep.iter().for_each(|pool| pool.segments.collect());
     let changing = Changing::begin(shared, &asleep, SleepCall::Wake, true);
     let outcome = wake_up(shared, changing, &mut report);
     asleep.iter().for_each(|pool| pool.segments.collect());
@@ -58,16 +58,18 @@ impl From<Error> for Failed {
 fn wake_up(shared: &Shared, mut changing: Changing<'_>, report: &mut SleepReport) -> std::result::Result<(), Failed> {
     let mut created = Vec::new();
     let mut copies = BTreeMap::new();
-    let outcome = bring_back(shared, &changing, &mut created, &mut copies, report);
+    let mut outcome = bring_back(shared, &changing, &mut created, &mut copies, report);
     // Also after a failure: memory that a copy writes to is not unmapped.
-    let wait = || wait_for_all(copies.values());
-    let waited = wait();
-    let outcome = outcome.and_then(|()| Ok(waited.clone()?));
-    if outcome.is_err() {
-        // A wait that failed is tried again; if it cannot be waited, the memory stays.
-        if waited.is_ok() || wait().is_ok() {
-            undo(&created);
+    for (id, copies) in &copies {
+        let Err(error) = copies.wait() else { continue };
+        if copies.wait_again().is_err() {
+            let of_device = changing.pools.iter().filter(|pool| pool.pool.device() == *id);
+            of_device.for_each(|pool| pool.pool.segments.set_used_by_copies(true));
         }
+        outcome = outcome.and(Err(error.into()));
+    }
+    if outcome.is_err() {
+        undo(&created);
         return outcome;
     }
     for ChangingPool { pool, sleeping } in &mut changing.pools {
@@ -78,15 +80,6 @@ fn wake_up(shared: &Shared, mut changing: Changing<'_>, report: &mut SleepReport
     }
     changing.complete();
     Ok(())
-}
-
-/// Waits for all copies, also after one that fails.
-fn wait_for_all<'a, 'b: 'a>(copies: impl Iterator<Item = &'a Copies<'b>>) -> Result<()> {
-    let mut outcome = Ok(());
-    for copies in copies {
-        outcome = outcome.and(copies.wait());
-    }
-    outcome
 }
 
 /// Memory that was created, and where.
@@ -129,11 +122,6 @@ fn bring_back<'a>(
     }
     for ChangingPool { pool, sleeping } in &changing.pools {
         pool.segments.wait_for_copies()?;
-        let left_over = |segment: &&Segment| segment.contents != Contents::Present;
-        if pool.segments.segments().iter().filter(left_over).any(|segment| segment.is_mapped) {
-            // A wake that failed could not wait for its copies: they may still write here.
-            pool.segments.device.synchronize()?;
-        }
         let copies = copies.get_mut(&pool.device()).expect("the devices are those of the pools");
         for segment in pool.segments.segments() {
             pool.segments.map(&segment)?;

@@ -247,3 +247,24 @@ fn no_copy_is_under_way_after_a_sleep_that_could_not_wait_for_it() {
         }
     }
 }
+
+/// Issue 35: copies of a failed wake wrote to memory that was freed and unmapped meanwhile.
+#[test]
+fn no_copy_is_under_way_to_what_is_freed_after_a_wake_that_could_not_wait_for_it() {
+    let code = ErrorCode::Unknown(4242);
+    for kind in KINDS {
+        let mut scene = Scene::new(kind);
+        scene.machine.sleep(&TAGS, Keep::Host).unwrap();
+        let waits = [Call::StreamSynchronize, Call::DeviceSynchronize];
+        let plan = FaultPlan::new().fail_fraction(&waits, 1.0, 0, code);
+        let (outcome, faulted) = scene.call(plan, || scene.machine.wake(&TAGS));
+        assert!(failure(outcome).is_some() && faulted && scene.is_asleep());
+        scene.blocks.drain(..).for_each(|block| scene.machine.allocator.free(block).unwrap());
+        for tag in TAGS {
+            let pool = scene.machine.tag(tag).pool().id();
+            scene.machine.allocator.trim(DeviceId(0), pool).unwrap();
+        }
+        scene.machine.wake(&TAGS).unwrap();
+        scene.finish();
+    }
+}
