@@ -40,6 +40,9 @@ pub struct Args {
     #[arg(long, value_name = "N", conflicts_with_all = ["programs", "program"],
         value_parser = clap::value_parser!(u64).range(1..=100_000))]
     minutes: Option<u64>,
+    /// The same in seconds
+    #[arg(long, value_name = "N", hide = true, conflicts_with_all = ["minutes", "programs", "program"])]
+    seconds: Option<u64>,
     /// Run so many programs of each campaign instead
     #[arg(long, value_name = "N", conflicts_with = "program", value_parser = clap::value_parser!(u64).range(1..))]
     programs: Option<u64>,
@@ -98,7 +101,7 @@ fn options(args: &Args) -> Result<Options> {
         }
         (_, _, Some(program)) => Length::One(program),
         (_, Some(programs), _) => Length::Programs(programs),
-        (minutes, ..) => Length::Time(Duration::from_secs(60 * minutes.unwrap_or(1))),
+        (minutes, ..) => Length::Time(Duration::from_secs(args.seconds.unwrap_or(60 * minutes.unwrap_or(1)))),
     };
     Ok(Options { seed: args.seed, campaigns, length, skip: args.skip.clone(), broken: args.broken })
 }

@@ -2,7 +2,7 @@
 
 use crate::context::Context;
 use crate::device::{self, Mix};
-use crate::{host, lifetime, recordings, threads};
+use crate::{host, lifetime, recordings, sleep, streams, threads, typed};
 
 /// A kind of programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -20,12 +20,28 @@ pub enum Campaign {
     Lifetime,
     /// Recordings, undamaged and damaged, through the reader and the replay.
     Recordings,
+    // The number of a campaign is a part of its seeds: new ones come last.
+    /// Streams that come and go, also foreign ones, with blocks that many of them use.
+    Streams,
+    /// Typed memory on several streams and in graphs, with its contents.
+    Typed,
+    /// Tags that sleep and wake, with large segments of odd sizes.
+    Sleep,
 }
 
 impl Campaign {
     /// All of them.
-    pub const ALL: [Self; 6] =
-        [Self::Device, Self::Captures, Self::Host, Self::Threads, Self::Lifetime, Self::Recordings];
+    pub const ALL: [Self; 9] = [
+        Self::Device,
+        Self::Captures,
+        Self::Streams,
+        Self::Typed,
+        Self::Sleep,
+        Self::Host,
+        Self::Threads,
+        Self::Lifetime,
+        Self::Recordings,
+    ];
 
     /// Its name.
     #[must_use]
@@ -33,6 +49,9 @@ impl Campaign {
         match self {
             Self::Device => "device",
             Self::Captures => "captures",
+            Self::Streams => "streams",
+            Self::Typed => "typed",
+            Self::Sleep => "sleep",
             Self::Host => "host",
             Self::Threads => "threads",
             Self::Lifetime => "lifetime",
@@ -57,6 +76,9 @@ impl Campaign {
         match self {
             Self::Device => device::run(context, Mix::Memory),
             Self::Captures => device::run(context, Mix::Graphs),
+            Self::Streams => streams::run(context),
+            Self::Typed => typed::run(context),
+            Self::Sleep => sleep::run(context),
             Self::Host => host::run(context),
             Self::Threads => threads::run(context),
             Self::Lifetime => lifetime::run(context),

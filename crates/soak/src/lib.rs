@@ -24,6 +24,7 @@
 mod allocators;
 mod campaign;
 mod caught;
+mod contention;
 mod context;
 mod counts;
 mod device;
@@ -31,13 +32,18 @@ mod host;
 mod lifetime;
 mod machine;
 mod options;
+mod racing;
 mod recordings;
 mod resident;
 mod rng;
 mod runner;
+mod sleep;
 mod steps;
+mod streams;
 mod table;
 mod threads;
+mod typed;
+mod unsafe_calls;
 
 pub use campaign::Campaign;
 pub use counts::Counts;

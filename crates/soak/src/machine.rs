@@ -8,7 +8,7 @@ use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{Hazard, HazardKind, Latencies, ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
     Call, CaptureState, Captures as _, DeviceId, DevicePtr, Devices as _, ErrorCode, EventOptions, EventScope,
-    Events as _, Streams as _,
+    Events as _, Memory as _, StreamOptions, Streams as _,
 };
 use warpool::graph::Graph;
 use warpool::memory::OomCause;
@@ -18,6 +18,7 @@ use warpool_testing::Tags;
 use crate::caught::{Caught, caught, inject_panic};
 use crate::context::Context;
 use crate::rng::Rng;
+use crate::unsafe_calls::foreign_stream;
 
 const MIB: u64 = 1 << 20;
 
@@ -99,8 +100,13 @@ impl<T> Outcome<T> {
 }
 
 impl Machine {
-    /// So many devices, with so many streams each; the rest is drawn from the seed.
+    /// `devices` devices with `streams` streams each; the rest is drawn from the seed.
     pub fn new(context: &Context, devices: u32, streams: usize) -> Self {
+        Self::with(context, devices, streams, |_| ())
+    }
+
+    /// The same, with settings of the simulation that `change` has changed.
+    pub fn with(context: &Context, devices: u32, streams: usize, change: impl FnOnce(&mut SimConfig)) -> Self {
         let mut rng = Rng::new(context.seed ^ 0x5eed);
         let capacity = rng.pick(&[150, 300, 1000, 4000]) * MIB;
         let mut config = SimConfig::default().with_seed(context.seed).with_devices(devices).with_capacity(capacity);
@@ -109,6 +115,7 @@ impl Machine {
         }
         config.queue_depth = rng.pick(&[3, 20, 1024]);
         config.latencies = if rng.one_in(2) { Latencies::flat(0) } else { Latencies::h200() };
+        change(&mut config);
         let sim = Arc::new(SimDriver::new(config));
         let start = sim.object_counts();
         let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
@@ -121,8 +128,14 @@ impl Machine {
             tags.push(Tags::new(&sim, device.id()));
         }
         let fault_rate = rng.pick(&[0, 5, 50, 200]);
+        let capacity = sim.mem_info(DeviceId(0)).unwrap().bytes_total;
         context.step(format!("{devices} devices of {capacity} bytes, {streams} streams each, {fault_rate}/1000 fail"));
         Self { sim, faulty, instance, streams: all, leases, tags, fault_rate, panics: Arc::default(), start }
+    }
+
+    /// Whether driver calls are made to fail.
+    pub fn has_faults(&self) -> bool {
+        self.fault_rate > 0
     }
 
     pub fn device(&self, index: usize) -> Device {
@@ -230,6 +243,31 @@ impl Machine {
         self.tags[stream.device_id().0 as usize].check(ptr, bytes, tag, stream.id());
     }
 
+    /// The same in every page of a block.
+    pub fn write_pages(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: &Stream) {
+        self.tags[stream.device_id().0 as usize].write_pages(ptr, bytes, tag, stream.id());
+    }
+
+    /// Queues a check of every page of a block.
+    pub fn check_pages(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: &Stream) {
+        self.tags[stream.device_id().0 as usize].check_pages(ptr, bytes, tag, stream.id());
+    }
+
+    /// A stream that the program creates, as another library would, and destroys with
+    /// [`destroy_stream`](Self::destroy_stream).
+    pub fn create_stream(&self, device: usize) -> Stream {
+        let options = StreamOptions { non_blocking: true, priority: 0 };
+        let stream = self.sim.stream_create(device_id(device), options).unwrap();
+        let raw = self.sim.stream_handle(stream).unwrap().raw;
+        Stream::external(&self.device(device), foreign_stream(raw)).unwrap()
+    }
+
+    /// Destroys a stream. What it holds still runs.
+    pub fn destroy_stream(&self, stream: &Stream) {
+        self.sim.resume_stream(stream.id()).unwrap();
+        self.sim.stream_destroy(stream.id()).unwrap();
+    }
+
     /// The later work of `stream` waits for the work of `other`. The program's own call: it never fails.
     pub fn wait(&self, stream: &Stream, other: &Stream) {
         if stream == other {
@@ -277,6 +315,10 @@ impl Machine {
     /// After a synchronization: no tag was overwritten, no hazard.
     pub fn check_contents(&self) {
         self.tags.iter().for_each(Tags::expect_intact);
+        self.check_hazards();
+    }
+
+    pub fn check_hazards(&self) {
         // A body that gives up joins nothing: that capture fails, as it should.
         let is_defect = |hazard: &Hazard| hazard.kind != HazardKind::CaptureUnjoined;
         let hazards: Vec<Hazard> = self.sim.hazards().into_iter().filter(is_defect).collect();

@@ -96,6 +96,8 @@ struct Ended {
     counts: Counts,
     elapsed: Duration,
     failed: Option<String>,
+    /// Resident memory, now and at most. Measured before the next program begins.
+    resident: (u64, u64),
 }
 
 /// Runs campaigns. Calls `on_progress` after every program.
@@ -149,8 +151,8 @@ fn run_programs(options: &Options, steps: &Steps, running: &Running, begin: Inst
                 let program_begin = Instant::now();
                 let (counts, failed) = run_program(options, campaign, program, steps);
                 let elapsed = program_begin.elapsed();
-                let has_failed = failed.is_some();
-                if sender.send(Ended { turn, program, counts, elapsed, failed }).is_err() || has_failed {
+                let (has_failed, resident) = (failed.is_some(), resident::now().unwrap_or_default());
+                if sender.send(Ended { turn, program, counts, elapsed, failed, resident }).is_err() || has_failed {
                     return;
                 }
                 let Length::Time(length) = options.length else { break };
@@ -215,7 +217,7 @@ impl<'a> Run<'a> {
 
     /// Adds a program that ended. Returns whether the run goes on.
     fn add(&mut self, ended: Ended, steps: &Steps, on_progress: &mut dyn FnMut(&Progress)) -> bool {
-        let Ended { turn, program, counts, elapsed, failed } = ended;
+        let Ended { turn, program, counts, elapsed, failed, resident: (now, peak) } = ended;
         let report = &mut self.campaigns[turn];
         let campaign = report.campaign;
         report.counts += counts;
@@ -228,7 +230,8 @@ impl<'a> Run<'a> {
                 Some(Violation { campaign, seed: self.options.seed, program, message, steps: shown, reproduced });
             return false;
         }
-        let now = self.measure();
+        self.resident.end = now;
+        self.resident.peak = self.resident.peak.max(peak);
         let elapsed = self.begin.elapsed();
         let mut counts = Counts::default();
         self.campaigns.iter().for_each(|report| counts += report.counts);
@@ -259,16 +262,7 @@ impl<'a> Run<'a> {
             Some(Violation { campaign, seed: self.options.seed, program, message, steps, reproduced: None });
     }
 
-    /// Resident memory now.
-    fn measure(&mut self) -> u64 {
-        let (now, peak) = resident::now().unwrap_or_default();
-        self.resident.end = now;
-        self.resident.peak = self.resident.peak.max(peak);
-        now
-    }
-
-    fn finish(mut self) -> Report {
-        self.measure();
+    fn finish(self) -> Report {
         Report {
             campaigns: self.campaigns,
             violation: self.violation,

@@ -164,6 +164,8 @@ impl Table {
                 let both = by_kind.small_pool.current + by_kind.large_pool.current;
                 // Allocators without a cache know no kinds.
                 assert!(both == by_kind.all.current || both == 0, "{name}: {by_kind:?}");
+                let of_kinds = by_kind.small_pool.peak.max(by_kind.large_pool.peak);
+                assert!(of_kinds <= by_kind.all.peak, "the peaks of {name}: {by_kind:?}");
             }
         }
     }

@@ -1,30 +1,37 @@
-//! Threads on one allocator of device memory and one of pinned memory, each with streams of its own, blocks that are
-//! passed between threads, captures, little memory, faults and trims at any time. The interleaving differs from run to
-//! run; what is checked holds for all.
+//! Threads on one allocator of device memory and one of pinned memory, with streams of their own and shared ones, blocks
+//! and typed vectors that are passed between threads, captures, little memory, faults and trims at any time. Some
+//! programs fork meanwhile. The interleaving differs from run to run; what is checked holds for all.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use warpool::driver::decorate::FaultPlan;
-use warpool::driver::{CaptureMode, CaptureState, Captures as _, ErrorCode, HostMemory as _, HostPtr};
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{Call, CaptureMode, CaptureState, Captures as _, ErrorCode, HostMemory as _, HostPtr};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
     Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, HostAllocator, HostBlock,
-    MemPool, MemPoolId, PagedAllocator, PinnedSettings, PoolOptions,
+    MemPool, MemPoolId, PagedAllocator, PinnedSettings, PoolOptions, Settings,
 };
-use warpool::{Error, Stream};
+use warpool::typed::BufferError;
+use warpool::{DeviceVec, Error, Instance, Stream};
 
 use crate::allocators::{draw_paged, draw_settings};
 use crate::caught::{Caught, caught};
+use crate::contention;
 use crate::context::Context;
 use crate::counts::Counts;
 use crate::machine::{Machine, device_id};
+use crate::racing;
 use crate::rng::Rng;
+use crate::unsafe_calls::in_child;
 
 const THREADS: usize = 4;
 /// For work; one more per thread is for captures, since work of another thread in it would be captured too.
 const STREAMS_EACH: usize = 2;
+/// Streams that all threads put work into.
+const STREAMS_SHARED: usize = 2;
 const MIB: u64 = 1 << 20;
 /// How long a capture may take to end, with faults.
 const END_TIMEOUT: Duration = Duration::from_secs(60);
@@ -37,9 +44,13 @@ struct Shared {
     paged: Option<Arc<PagedAllocator>>,
     host: HostAllocator,
     exchange: Mutex<Vec<Tagged>>,
+    vectors: Mutex<Vec<Filled>>,
     allocated: AtomicU64,
     /// Whether driver calls are made to fail: then errors are not violations.
     faults: bool,
+    has_vectors: bool,
+    /// Whether it is not known how many blocks were allocated.
+    unknown: AtomicBool,
 }
 
 /// A block with a tag, which may be passed to another thread.
@@ -49,9 +60,18 @@ struct Tagged {
     stream: Stream,
 }
 
+/// A typed vector, and what all its elements are.
+struct Filled {
+    vector: DeviceVec<u32>,
+    value: u32,
+}
+
 /// Runs one program.
 pub fn run(context: &mut Context) {
-    let machine = Machine::new(context, 1, THREADS * (STREAMS_EACH + 1));
+    if context.rng.one_in(3) {
+        return if context.rng.one_in(2) { contention::run(context) } else { racing::run(context) };
+    }
+    let machine = Machine::new(context, 1, THREADS * (STREAMS_EACH + 1) + STREAMS_SHARED);
     let mut settings = draw_settings(&mut context.rng);
     settings.memory_cap_bytes = Some(100 * MIB);
     context.step(settings.to_conf_string());
@@ -69,7 +89,7 @@ pub fn run(context: &mut Context) {
         let caching = Arc::new(CachingAllocator::new(&machine.instance, settings));
         (Some(caching.clone()), caching)
     };
-    let faults = context.rng.one_in(2);
+    let (faults, has_vectors) = (context.rng.one_in(2), !context.rng.one_in(3));
     let shared = Shared {
         machine,
         allocator,
@@ -77,16 +97,23 @@ pub fn run(context: &mut Context) {
         paged,
         host,
         exchange: Mutex::default(),
+        vectors: Mutex::default(),
         allocated: AtomicU64::new(0),
         faults,
+        has_vectors,
+        unknown: AtomicBool::new(false),
     };
     if faults {
         let code = context.rng.pick(&[ErrorCode::OutOfMemory, ErrorCode::NotPermitted, ErrorCode::Unknown(999)]);
         let fraction = context.rng.pick(&[0.002, 0.02, 0.1]);
-        context.step(format!("{fraction} of the driver calls fail with {code:?}"));
-        shared.machine.faulty.set_plan(FaultPlan::new().fail_fraction(&[], fraction, context.rng.u64(), code));
+        context.step(format!("{fraction} of the driver calls fail with {code:?}, typed vectors {has_vectors}"));
+        // Typed memory that may be in a capture of which nothing is known is kept for good.
+        let may_fail = |call: &Call| !has_vectors || *call != Call::CaptureState;
+        let calls: Vec<Call> = Call::ALL.iter().copied().filter(may_fail).collect();
+        shared.machine.faulty.set_plan(FaultPlan::new().fail_fraction(&calls, fraction, context.rng.u64(), code));
     }
     let (rounds, seed) = (100 + context.rng.below(300), context.seed);
+    let forks = if context.rng.one_in(6) { 1 + context.rng.below(4) } else { 0 };
     let outcomes: Vec<Result<Counts, Caught>> = std::thread::scope(|scope| {
         let shared = &shared;
         let threads: Vec<_> = (0..THREADS)
@@ -95,6 +122,9 @@ pub fn run(context: &mut Context) {
                 scope.spawn(move || caught(|| Worker::new(shared, thread, rng).run(rounds)))
             })
             .collect();
+        for _ in 0..forks {
+            fork(shared);
+        }
         // Joined explicitly, so that the threads' destructors, above all of their front caches, have run.
         threads.into_iter().map(|thread| thread.join().expect("panics are caught")).collect()
     });
@@ -110,11 +140,40 @@ pub fn run(context: &mut Context) {
     close(shared);
 }
 
+/// A child of the process, while other threads hold locks: it gets errors, frees nothing, hangs nowhere, and can have
+/// an allocator of its own.
+fn fork(shared: &Shared) {
+    let stream = shared.machine.stream(0, 0);
+    let passed = in_child(|| {
+        let refused = is_forked(shared.allocator.allocate(5000, stream))
+            && is_forked(shared.host.allocate(5000))
+            && is_forked(shared.allocator.stats(device_id(0)))
+            && is_forked(stream.synchronize())
+            && is_forked(DeviceVec::<u32>::zeroed(&shared.allocator, 10, stream));
+        let own = Instance::new(Arc::new(SimDriver::new(SimConfig::default())));
+        let works = own.and_then(|own| {
+            let caching = Arc::new(CachingAllocator::new(&own, Settings::default()));
+            let stream = own.device(0)?.pool_stream()?;
+            DeviceVec::<u32>::zeroed(&caching, 10, &stream)?.to_vec(&stream)
+        });
+        refused && works == Ok(vec![0; 10])
+    });
+    assert!(passed, "a forked child hung, or used what its parent has");
+}
+
+fn is_forked<T>(result: warpool::Result<T>) -> bool {
+    result.is_err_and(|error| error.driver().is_some_and(|error| error.code == ErrorCode::NotInitialized))
+}
+
 /// Closes everything, and checks that nothing is left.
 fn close(shared: Shared) {
-    let Shared { machine, allocator, caching, paged, host, exchange, allocated, .. } = shared;
-    drop(exchange);
+    let Shared { machine, allocator, caching, paged, host, exchange, vectors, allocated, unknown, .. } = shared;
+    drop((exchange, vectors));
     machine.synchronize();
+    // Releases what dropped graphs still have.
+    if allocator.pools().is_ok() {
+        Graph::new(&allocator, &machine.device(0), GraphOptions::default()).unwrap().reset().unwrap();
+    }
     allocator.trim(device_id(0), MemPoolId::DEFAULT).unwrap();
     if let Some(caching) = &caching {
         caching.check();
@@ -125,7 +184,8 @@ fn close(shared: Shared) {
     let stats = allocator.stats(device_id(0)).unwrap();
     let allocated = allocated.into_inner();
     let counted = (stats.allocation.all.allocated, stats.allocation.all.freed);
-    assert_eq!(counted, (allocated, allocated), "blocks allocated and freed");
+    let expected = if unknown.into_inner() { (counted.0, counted.0) } else { (allocated, allocated) };
+    assert_eq!(counted, expected, "blocks allocated and freed");
     assert_eq!(stats.active_bytes.all.current, 0, "active at the end");
     assert_eq!(stats.active_bytes.all.allocated, stats.active_bytes.all.freed, "bytes allocated and freed");
     if caching.is_some() || paged.is_some() {
@@ -208,8 +268,9 @@ impl<'a> Worker<'a> {
     }
 
     fn step(&mut self, pool: Option<&MemPool>) {
-        let stream = self.streams[self.rng.below(STREAMS_EACH)].clone();
-        match self.rng.below(20) {
+        let stream = self.any_stream();
+        match self.rng.below(24) {
+            20..24 if self.shared.has_vectors => self.use_vector(),
             0..7 => self.allocate(pool, &stream),
             7 | 8 if !self.tagged.is_empty() => {
                 let at = self.rng.below(self.tagged.len());
@@ -266,6 +327,69 @@ impl<'a> Worker<'a> {
         self.shared.exchange.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// One of its own, or a shared one.
+    fn any_stream(&mut self) -> Stream {
+        if self.rng.one_in(4) {
+            let first = THREADS * (STREAMS_EACH + 1);
+            return self.shared.machine.stream(0, first + self.rng.below(STREAMS_SHARED)).clone();
+        }
+        self.streams[self.rng.below(STREAMS_EACH)].clone()
+    }
+
+    fn vectors(&self) -> std::sync::MutexGuard<'a, Vec<Filled>> {
+        self.shared.vectors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A vector that another thread used, or a new one.
+    fn take_vector(&mut self, stream: &Stream) -> Option<Filled> {
+        let known = self.vectors().pop();
+        if known.is_some() {
+            return known;
+        }
+        let len = 1 + self.rng.below(500);
+        let outcome = DeviceVec::zeroed(&self.shared.allocator, len, stream);
+        // It was allocated also if it could not be filled.
+        let vector = match outcome {
+            Err(_) if self.shared.faults => {
+                self.shared.unknown.store(true, Ordering::Relaxed);
+                None
+            }
+            outcome => self.settle(outcome),
+        };
+        let vector = vector?;
+        self.count_allocation();
+        Some(Filled { vector, value: 0 })
+    }
+
+    /// Uses a vector in a stream, also one in which this thread captures at other times. It is passed on.
+    fn use_vector(&mut self) {
+        let stream = if self.rng.one_in(3) { self.for_captures.clone() } else { self.any_stream() };
+        let Some(mut filled) = self.take_vector(&stream) else { return };
+        for _ in 0..1 + self.rng.below(3) {
+            let value = self.rng.u32();
+            let (outcome, read) = match self.rng.one_in(2) {
+                true => (stream.fill(&mut filled.vector, value).map(|()| filled.value = value), None),
+                false => match stream.to_vec(&filled.vector) {
+                    Ok(read) => (Ok(()), Some(read)),
+                    Err(error) => (Err(error), None),
+                },
+            };
+            match outcome {
+                Ok(()) => {}
+                // The thread that used it last captures in that stream.
+                Err(Error::Buffer(BufferError::LastUseCaptures { .. })) => break,
+                // What it contains is not known any more.
+                Err(_) if self.shared.faults => return,
+                Err(error) => panic!("thread {}: an error without a fault: {error}", self.thread),
+            }
+            self.counts.operations += 1;
+            if let Some(other) = read.iter().flatten().find(|&&element| element != filled.value) {
+                panic!("thread {}: a vector of {:#x} contains {other:#x}", self.thread, filled.value);
+            }
+        }
+        self.vectors().push(filled);
+    }
+
     fn allocate(&mut self, pool: Option<&MemPool>, stream: &Stream) {
         let bytes = self.rng.request_bytes();
         let outcome = match pool.filter(|_| self.rng.one_in(4)) {
@@ -318,7 +442,12 @@ impl<'a> Worker<'a> {
         let mode = self.rng.pick(&[CaptureMode::ThreadLocal, CaptureMode::Relaxed]);
         let stream = self.for_captures.clone();
         let mut left = Vec::new();
+        let mut filled = if self.rng.one_in(2) { self.vectors().pop() } else { None };
+        let value = self.rng.u32();
         let outcome = graph.capture(&stream, CaptureOptions::default().with_mode(mode), |capture| {
+            if let Some(filled) = &mut filled {
+                stream.fill(&mut filled.vector, value)?;
+            }
             for _ in 0..2 + self.rng.below(4) {
                 let bytes = self.rng.request_bytes().div_ceil(4);
                 let allocated = capture.allocator().allocate(bytes, &stream);
@@ -337,7 +466,16 @@ impl<'a> Worker<'a> {
             self.counts.captures += 1;
             for _ in 0..self.rng.below(3) {
                 let replayed = graph.replay(&stream);
-                self.counts.replays += u64::from(self.settle(replayed).is_some());
+                match replayed {
+                    Err(Error::Buffer(BufferError::LastUseCaptures { .. })) => continue,
+                    replayed => {
+                        let is_done = self.settle(replayed).is_some();
+                        self.counts.replays += u64::from(is_done);
+                        if let Some(filled) = filled.as_mut().filter(|_| is_done) {
+                            filled.value = value;
+                        }
+                    }
+                }
             }
         } else {
             self.counts.captures_failed += 1;
@@ -345,6 +483,9 @@ impl<'a> Worker<'a> {
         // Replays may still run.
         drop(graph);
         drop(left);
+        if let Some(filled) = filled {
+            self.vectors().push(filled);
+        }
     }
 
     /// A capture that could not be ended because of faults is ended before the thread is.

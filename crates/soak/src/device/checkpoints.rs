@@ -20,8 +20,11 @@ impl Run<'_> {
         caching.set_caching(true);
         let device = self.context.rng.below(DEVICES);
         let Some(stream) = self.idle_stream(device) else { return };
-        let pool = MemPool::new(&self.subject.allocator, &self.machine.device(device), PoolOptions::default()).unwrap();
-        self.context.step(format!("checkpoints of pool {}", pool.id()));
+        // Then it may also have blocks of others, which a restoration leaves alone.
+        let use_on_oom = self.context.rng.one_in(2);
+        let options = PoolOptions { use_on_oom, ..PoolOptions::default() };
+        let pool = MemPool::new(&self.subject.allocator, &self.machine.device(device), options).unwrap();
+        self.context.step(format!("checkpoints of pool {}, use_on_oom {use_on_oom}", pool.id()));
         let mut blocks: Vec<Held> = Vec::new();
         self.churn(&mut blocks, &stream, pool.id());
         let mut saved: Option<PoolCheckpoint> = None;
@@ -45,7 +48,11 @@ impl Run<'_> {
     /// Allocates, uses and frees in a pool.
     fn churn(&mut self, blocks: &mut Vec<Held>, stream: &Stream, pool: MemPoolId) {
         for _ in 0..self.context.rng.below(6) {
-            match self.context.rng.below(4) {
+            match self.context.rng.below(5) {
+                4 => {
+                    let held = self.allocate_on(stream, None);
+                    self.held.extend(held);
+                }
                 0 | 1 => blocks.extend(self.allocate_on(stream, Some(pool))),
                 2 if !blocks.is_empty() => {
                     let held = blocks.swap_remove(self.context.rng.below(blocks.len()));

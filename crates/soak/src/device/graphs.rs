@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use warpool::driver::{CaptureMode, DevicePtr};
 use warpool::graph::{BufferKey, Capture, CaptureOptions, Fork, Graph, GraphOptions};
-use warpool::memory::{Allocation, DeviceBlock, MemPool, MemPoolId};
+use warpool::memory::{Allocation, DeviceBlock, MemPool, MemPoolId, PoolOptions};
 use warpool::{Error, Result, Stream};
 
 use super::blocks::{Held, Owned};
@@ -37,6 +37,8 @@ struct Captured {
     graph: Graph,
     device: usize,
     pool: MemPoolId,
+    /// A pool of the program that it was captured into.
+    lent: Option<MemPool>,
     body: Body,
 }
 
@@ -71,7 +73,9 @@ impl Run<'_> {
             body.shared.push((Arc::new(self.owned_block(held)), tag));
         }
         self.machine.wait_for(&root);
-        let (mode, pool) = self.capture_options(device);
+        let (mode, mut pool) = self.capture_options(device);
+        let lent = self.lent_pool(device, pool.is_none());
+        pool = pool.or_else(|| lent.clone());
         let mut options = CaptureOptions::default().with_mode(mode);
         options.pool = pool.as_ref();
         self.context.step(format!("capture on {}, {options:?}", root.id()));
@@ -93,7 +97,7 @@ impl Run<'_> {
         if outcome == Outcome::Done(()) {
             self.context.counts.captures += 1;
             let pool = graph.pool().unwrap().id();
-            self.graphs.all.push(Captured { graph, device, pool, body });
+            self.graphs.all.push(Captured { graph, device, pool, lent, body });
         } else {
             self.context.counts.captures_failed += 1;
             drop(graph);
@@ -111,6 +115,24 @@ impl Run<'_> {
             return (mode, Some(self.graphs.all[other].graph.pool().unwrap().clone()));
         }
         (mode, None)
+    }
+
+    /// A pool for one graph that would lend its memory, if no graph used it.
+    fn lent_pool(&mut self, device: usize, wanted: bool) -> Option<MemPool> {
+        let options = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
+        let is_drawn = wanted && self.subject.caching.is_some() && self.context.rng.one_in(3);
+        is_drawn.then(|| MemPool::new(&self.subject.allocator, &self.machine.device(device), options).unwrap())
+    }
+
+    /// Raw calls do not free what a graph owns.
+    pub fn free_owned(&self, at: usize) {
+        if self.subject.caching.is_none() && self.subject.paged.is_none() {
+            return;
+        }
+        for &(_, ptr, _, _) in &self.graphs.all[at].body.owned {
+            let freed = self.subject.allocator.free_raw(ptr);
+            assert!(matches!(freed, Err(Error::HeldByGraph { .. })), "a free of a graph's block at {ptr}: {freed:?}");
+        }
     }
 
     /// The block of a held one.
@@ -244,6 +266,9 @@ impl Run<'_> {
         if self.is_capturing(&stream) {
             return;
         }
+        if self.context.rng.one_in(4) {
+            self.free_owned(at);
+        }
         let captured = &self.graphs.all[at];
         self.context.step(format!("replay the graph of pool {} on {}", captured.pool, stream.id()));
         if let Some(last) = self.graphs.last_replay(device, captured.pool) {
@@ -273,7 +298,7 @@ impl Run<'_> {
             return;
         }
         let at = self.context.rng.below(self.graphs.count());
-        let Captured { mut graph, pool, body, device } = self.graphs.all.swap_remove(at);
+        let Captured { mut graph, pool, body, device, lent } = self.graphs.all.swap_remove(at);
         self.context.step(format!("the graph of pool {pool} is dropped"));
         if self.context.rng.one_in(2) {
             let _ = self.machine.call(self.context, || graph.reset());
@@ -286,6 +311,7 @@ impl Run<'_> {
         }
         drop(graph);
         self.end_body(body);
+        drop(lent);
     }
 
     /// Frees what a capture made. Contents are unknown: another graph of the pool may have been replayed.

@@ -44,6 +44,8 @@ struct Run<'a> {
     scopes: Vec<PoolScope>,
     /// Streams that take part in the current capture.
     capturing: Vec<Stream>,
+    /// What each device may reserve at most, if that is known.
+    limits: [Option<u64>; DEVICES],
     /// Whether each device may access the other's memory.
     peers: bool,
     next_tag: u32,
@@ -63,6 +65,7 @@ pub fn run(context: &mut Context, mix: Mix) {
         pools: Vec::new(),
         scopes: Vec::new(),
         capturing: Vec::new(),
+        limits: [None; DEVICES],
         peers: false,
         next_tag: 1,
     };
@@ -125,6 +128,10 @@ impl Run<'_> {
         self.table.check_stats(&*self.subject.allocator);
         if let Some(caching) = &self.subject.caching {
             caching.check();
+            for (device, limit) in self.limits.iter().enumerate() {
+                let reserved = caching.stats(device_id(device)).unwrap().reserved_bytes.all.current;
+                assert!(limit.is_none_or(|limit| reserved <= limit), "{reserved} bytes, the limit is {limit:?}");
+            }
             if self.context.rng.one_in(8) {
                 self.table.check_snapshot(&*self.subject.allocator);
             }

@@ -1,6 +1,7 @@
 //! Steps that change how the allocator works: settings, limits, caching, peer access.
 
-use warpool::driver::DeviceId;
+use warpool::driver::{DeviceId, Memory as _};
+use warpool::memory::DeviceAllocator as _;
 
 use super::{DEVICES, Run, STREAMS};
 use crate::allocators::{draw_settings, extreme_settings};
@@ -15,6 +16,8 @@ impl Run<'_> {
         let settings =
             if extreme { extreme_settings(&mut self.context.rng) } else { draw_settings(&mut self.context.rng) };
         self.context.step(format!("settings {}", settings.to_conf_string()));
+        // They may change the limits.
+        self.limits = [None; DEVICES];
         caching.set_settings(settings);
         let stream = self.machine.stream(0, self.context.rng.below(STREAMS));
         caching.set_stream_class(stream.id(), self.context.rng.pick(&["", "main", "other"]));
@@ -29,6 +32,13 @@ impl Run<'_> {
             let cap = self.context.rng.one_in(2).then(|| self.context.rng.pick(&[60, 100, 500]) * MIB);
             self.context.step(format!("the cap of {device} is {cap:?}"));
             caching.set_memory_cap(device, cap).unwrap();
+            let total = self.machine.sim.mem_info(device).unwrap().bytes_total;
+            let limit = cap.unwrap_or(u64::MAX).min((total as f64 * fraction).ceil() as u64);
+            // What is reserved stays, and an expandable segment is mapped in chunks, as PyTorch maps it: the last one may
+            // reach beyond the limit.
+            let reserved = caching.stats(device).unwrap().reserved_bytes.all.current;
+            let is_exact = !caching.settings().expandable_segments;
+            self.limits[device.0 as usize] = is_exact.then_some(limit.max(reserved));
         }
     }
 
