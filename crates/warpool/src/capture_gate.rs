@@ -130,6 +130,9 @@ impl CaptureGate {
         let (begun, mut warned) = (Instant::now(), false);
         let mut guard = lock(&self.waiting);
         while self.inside.iter().any(|counter| counter.0.load(Ordering::SeqCst) > 0) {
+            if crate::defect::Defect::GateForgetsTypedCalls.is_on() {
+                break;
+            }
             if begun.elapsed() >= WARN_AFTER && !warned {
                 warned = true;
                 tracing::warn!("a capture cannot begin or end while the closure of a typed call runs");

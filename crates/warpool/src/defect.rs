@@ -10,10 +10,9 @@ use std::cell::Cell;
 #[cfg(feature = "planted-defects")]
 use std::sync::OnceLock;
 
-/// Declares the enum, and what is known about each defect: its number, the rule that it breaks, the test that catches
-/// it (the test binary and a filter of its names), and the program of `soak` that does (campaign and number, seed 0).
+/// Declares the enum: the number, the name, and what the code does wrong.
 macro_rules! defects {
-    ($($number:literal $name:ident: $rule:literal, $test:literal, $soak:literal;)*) => {
+    ($($number:literal $name:ident: $rule:literal;)*) => {
         /// A planted defect. The text says what the code does wrong.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Defect {
@@ -30,37 +29,58 @@ macro_rules! defects {
             pub const fn rule(self) -> &'static str {
                 match self { $(Self::$name => $rule),* }
             }
-
-            /// The test that catches it: a test binary of this crate, and a filter of test names.
-            #[must_use]
-            pub const fn test(self) -> &'static str {
-                match self { $(Self::$name => $test),* }
-            }
-
-            /// The program of `soak` that catches it: its campaign and its number, with seed 0.
-            #[must_use]
-            pub const fn soak(self) -> &'static str {
-                match self { $(Self::$name => $soak),* }
-            }
         }
     };
 }
 
 defects! {
-    1 NoEventBetweenHeaps: "a stream that takes pages of another stream's heap does not wait for that stream",
-        "warpool paged::tests::defects::a_missing_event", "";
-    2 ForgetsBystanders: "streams that use memory although nobody said so are not waited for",
-        "warpool paged::tests::bystanders", "";
-    3 UnmapsTooEarly: "an old mapping is undone while its stream may still use it",
-        "warpool paged::tests::defects::unmapping_too_early", "";
-    4 SleepDoesNotWait: "memory falls asleep while work in streams may still use it",
-        "warpool sleep::tests", "";
-    5 SleepForgetsBlocks: "the last allocated block of a segment is not copied when it falls asleep",
-        "warpool sleep::tests", "";
-    6 WakeDoesNotZero: "memory whose contents were discarded is not zeroed when it wakes",
-        "warpool sleep::tests", "";
-    7 FailedWakeKeepsMemory: "a failed wake keeps the memory that it created",
-        "warpool sleep::tests", "";
+    1 NoEventBetweenHeaps: "a stream that takes pages of another stream's heap does not wait for that stream";
+    2 ForgetsBystanders: "streams that use memory although nobody said so are not waited for";
+    3 UnmapsTooEarly: "an old mapping is undone while its stream may still use it";
+    4 SleepDoesNotWait: "memory falls asleep while work in streams may still use it";
+    5 SleepForgetsBlocks: "the last allocated block of a segment is not copied when it falls asleep";
+    6 WakeDoesNotZero: "memory whose contents were discarded is not zeroed when it wakes";
+    7 FailedWakeKeepsMemory: "a failed wake keeps the memory that it created";
+    8 FreeForgetsUses: "a block that other streams used is free at once, without waiting for their events";
+    9 FenceForgetsThirdStream: "of the streams that used a block only two are waited for";
+    10 FenceSharesOlderEvent: "a freed block waits for an older event of its stream, not for one after its last use";
+    11 PollForgetsToAsk: "a fence counts as passed although its event has not completed";
+    12 SplitLosesRest: "the rest of a new segment that is split is in no free list";
+    13 SplitOverlaps: "a block that is split off reaches 512 bytes into the rest";
+    14 MergeForgetsNeighbour: "a freed block is not merged with its next neighbour if both neighbours are free";
+    15 SearchesOtherStreams: "a request takes a free block of another stream";
+    16 TrimForgetsReplays: "memory of a released pool is unmapped while replays of a dropped graph use it";
+    17 LimitForgetsTheRequest: "a request may exceed the memory limit by its own segment";
+    18 SplitCountsTwice: "a block that is split off counts twice in the statistics";
+    19 PeakOfKindsStays: "a reset of the peaks leaves those of small and large pools";
+    20 PoolStatsKeepReleased: "what a private pool releases still counts as reserved by it";
+    21 GenerationsIgnored: "a stale allocation frees the block that is at its address now";
+    22 RecentKeepsGeneration: "a block that is freed and allocated again at once keeps its generation";
+    23 CapturedFreesUnordered: "a capture reuses a block before the graph orders its uses";
+    24 RestoreForgetsUses: "a restore frees memory that other streams use without waiting for them";
+    25 LendsMemoryOfGraphs: "a pool that graphs captured lends its memory to the default pool";
+    26 HoldsIgnored: "a raw call frees a block that a graph owns";
+    27 HostReusesBeforeCopy: "a pinned block is reused while a copy still reads it";
+    28 HostFreesToWrongShard: "pinned memory is merged into another shard than its own";
+    29 GraphRemembersOneStream: "memory of a dropped graph waits for replays on one of its streams";
+    30 GraphForgetsHostPools: "pinned memory of a dropped graph is reused while a replay uses it";
+    31 ReplayKeepsOffset: "a replay does not advance the generator";
+    32 TypedForgetsWriter: "a read of typed memory does not wait for a write in another stream";
+    33 TypedForgetsReaders: "a read of typed memory replaces a read in another stream, which a later write ignores";
+    34 TypedMergeForgetsSpan: "merged uses of typed memory keep only the bytes of the last";
+    35 ReplayKeepsSoleStream: "replays are not ordered with a second stream that begins to use their memory";
+    36 HostForgetsReaders: "the host writes pinned typed memory while a device reads it";
+    37 TypedDropForgetsStreams: "dropped typed memory is reused while another stream uses it";
+    38 ViewStartsEarly: "a view of a part starts one element early";
+    39 CaptureForgetsOrder: "streams of one capture are not ordered by the typed memory that they use";
+    40 SleepForgetsTail: "of a copy above 64 MiB the tail is not made when memory sleeps or wakes";
+    41 PagedFreeForgetsUses: "pages: a block that other streams used is free at once";
+    42 PagedGenerationsIgnored: "pages: a stale allocation frees the block that is at its address now";
+    43 ReleasedPagesTooEarly: "pages of a released pool serve others while work still uses them";
+    44 LockWithoutExchange: "a thread that has waited for a spin lock takes it by a load and a store";
+    45 UnknownWorkIsDone: "pages: unknown last work of a stream that may be destroyed counts as done";
+    46 ReusesBusyHeaps: "pages: a heap is retired, or gets another stream, while the last work in its memory still runs";
+    47 GateForgetsTypedCalls: "a capture begins or ends while a typed call puts work into a stream";
 }
 
 #[cfg(test)]

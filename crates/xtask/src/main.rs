@@ -4,12 +4,14 @@
 //! cargo run -p xtask -- modules        # imports between the modules of a crate form no circle
 //! cargo run -p xtask -- width          # lines of code and prose within 120 columns
 //! cargo run -p xtask -- compile-fail   # examples that must not compile fail for the reason that they name
+//! cargo run -p xtask -- defects        # each planted defect is caught by tests and by soak; --short: as CI does it
 //! ```
 //!
 //! Exit status: 0, 1 if a check fails, 2 on bad usage or an unreadable file.
 
 mod circles;
 mod compile_fail;
+mod defects;
 mod imports;
 mod tracked;
 mod tree;
@@ -25,8 +27,12 @@ fn main() -> ExitCode {
         ["modules"] => modules(root),
         ["width"] => width::check(root),
         ["compile-fail"] => compile_fail::check(root),
+        ["defects", options @ ..] => match defects::Options::parse(options) {
+            Some(options) => defects::check(root, &options),
+            None => Err("usage: cargo run -p xtask -- defects [--short] [--soak-seconds N] [--only NUMBER]".to_owned()),
+        },
         _ => {
-            eprintln!("usage: cargo run -p xtask -- modules | width | compile-fail");
+            eprintln!("usage: cargo run -p xtask -- modules | width | compile-fail | defects");
             return ExitCode::from(2);
         }
     };

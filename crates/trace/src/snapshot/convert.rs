@@ -55,7 +55,7 @@ pub(super) fn text(value: Value) -> Result<u32, Invalid> {
 pub(super) fn optional_text(value: Value, absent: Keyword) -> Result<Option<TextId>, Invalid> {
     match value {
         Value::Text(text) if text == absent as u32 => Ok(None),
-        // The reader refuses a file before it has so many.
+        // An id always fits: the reader refuses a file with more texts.
         Value::Text(text) => Ok(TextId::new(text as usize)),
         Value::None => Ok(None),
         _ => Err(Invalid::unexpected("a text", value)),

@@ -136,7 +136,7 @@ impl CapturedGenerator {
         if self.consumed == 0 {
             return Ok(());
         }
-        let drawn = self.state.draw(self.consumed);
+        let drawn = self.state.draw(if crate::defect::Defect::ReplayKeepsOffset.is_on() { 0 } else { self.consumed });
         for kernel in &self.seed_kernels {
             let start = (drawn.seed, drawn.offset);
             if let Err(error) = launch::set_seed(driver, exec, kernel.node, kernel.function, &kernel.slot, start) {

@@ -79,14 +79,21 @@ impl Captured {
 /// The graph's memory waits for the replays that are under way. No driver call.
 impl Drop for Captured {
     fn drop(&mut self) {
-        let streams = self.replay_streams.take();
+        let mut streams = self.replay_streams.take();
+        if crate::defect::Defect::GraphRemembersOneStream.is_on() {
+            streams.truncate(1);
+        }
         if streams.is_empty() {
             return;
         }
         // Decorators are user code: all of it is recorded, also if one panics.
         let parts: [&dyn Fn(); 4] = [
             &|| call_each(&self.pools, |pool| pool.record_replays(&streams)),
-            &|| self.host_pools.record_replays(&streams),
+            &|| {
+                if !crate::defect::Defect::GraphForgetsHostPools.is_on() {
+                    self.host_pools.record_replays(&streams);
+                }
+            },
             &|| self.generators.record_replays(&streams),
             &|| self.buffers.record_replays(&streams),
         ];

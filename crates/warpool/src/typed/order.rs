@@ -124,6 +124,9 @@ impl Uses {
     /// A second stream is about to use the buffer: no replay relies on the contrary any more.
     pub(super) fn end_sole_streams(&mut self, instance: &Instance) -> Result<()> {
         for sole in self.sole_streams.iter().filter_map(Weak::upgrade) {
+            if crate::defect::Defect::ReplayKeepsSoleStream.is_on() {
+                continue;
+            }
             sole.end(instance)?;
         }
         self.sole_streams = Vec::new();
@@ -143,7 +146,7 @@ impl Uses {
         let id = stream.id();
         let others = self.list.iter_mut().filter(|earlier| earlier.stream != id && earlier.span.conflicts(span));
         for earlier in others {
-            if earlier.waited.contains(&id) {
+            if earlier.waited.contains(&id) || (crate::defect::Defect::TypedForgetsWriter.is_on() && !span.write) {
                 continue;
             }
             earlier.event(stream.instance(), label)?.wait(stream)?;
@@ -169,7 +172,8 @@ impl Uses {
     fn push(&mut self, stream: &Stream, span: Span, event: Option<&Arc<PooledEvent>>) {
         // A write comes after every use of the same bytes; a read only after those of its own stream.
         self.list.retain(|earlier| {
-            let is_before = span.write || (earlier.stream == stream.id() && !earlier.span.write);
+            let same_stream = earlier.stream == stream.id() || crate::defect::Defect::TypedForgetsReaders.is_on();
+            let is_before = span.write || (same_stream && !earlier.span.write);
             !(is_before && span.covers(earlier.span))
         });
         let (device, event) = (stream.device_id(), event.map(Arc::clone));
@@ -184,6 +188,7 @@ impl Uses {
         let mut merged: Vec<Use> = Vec::new();
         for next in self.list.drain(..) {
             match merged.iter_mut().find(|known| known.stream == next.stream) {
+                Some(known) if crate::defect::Defect::TypedMergeForgetsSpan.is_on() => *known = next,
                 Some(known) => *known = Use { span: known.span.union(next.span), ..next },
                 None => merged.push(next),
             }
@@ -221,7 +226,8 @@ impl Uses {
     /// Waits until no use conflicts with an access of the host. `label` names the buffer.
     pub(super) fn wait_for_host(&mut self, instance: &Instance, write: bool, label: &dyn Fn() -> String) -> Result<()> {
         let _safe = CaptureSafe::begin(instance, || !instance.has_captures())?;
-        let conflicting = self.list.iter().filter(|earlier| write || earlier.span.write);
+        let waits = write && !crate::defect::Defect::HostForgetsReaders.is_on();
+        let conflicting = self.list.iter().filter(|earlier| waits || earlier.span.write);
         for earlier in conflicting {
             match &earlier.event {
                 Some(event) => event.synchronize()?,

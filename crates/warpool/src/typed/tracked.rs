@@ -170,6 +170,7 @@ impl Tracked {
     #[cold]
     fn record_stream(&self, uses: &mut Uses, stream: &Stream) -> Result<()> {
         match &self.block {
+            Block::Device(_) if crate::defect::Defect::TypedDropForgetsStreams.is_on() => {}
             Block::Device(block) => block.record_use(stream)?,
             Block::Pinned(block, _) => block.record_use(stream)?,
         }

@@ -92,6 +92,9 @@ impl<'a, T: Pod> Part<'a, T> {
 
     #[inline]
     fn offset(&self) -> u64 {
+        if crate::defect::Defect::ViewStartsEarly.is_on() && self.range.start > 0 && !self.exclusive {
+            return ((self.range.start - 1) * size_of::<T>()) as u64;
+        }
         (self.range.start * size_of::<T>()) as u64
     }
 

@@ -234,6 +234,47 @@ fn memory_of_a_dropped_graph_waits_for_its_replays() {
     fixture.finish();
 }
 
+/// Replays of one graph are under way on several streams when it is dropped.
+#[test]
+fn memory_of_a_dropped_graph_waits_for_replays_on_all_streams() {
+    let fixture = CaptureFixture::new();
+    let owner = fixture.context.side_stream();
+    let streams = [0; 3].map(|_| fixture.context.side_stream());
+    for by_reset in [false, true] {
+        let mut graph = fixture.graph();
+        let block = fixture.context.any().allocate(4 * KIB, &owner).unwrap();
+        let ptr = block.ptr();
+        graph
+            .capture(&fixture.side, CaptureOptions::default(), |capture| {
+                let stream = capture.stream().clone();
+                let key = capture.keep(block)?;
+                capture.fill(key, Pattern::U8(1), 4 * KIB, &stream)
+            })
+            .unwrap();
+        for (at, stream) in streams.iter().enumerate() {
+            fixture.context.pause_stream(stream);
+            if at > 0 {
+                stream.wait_stream(&streams[at - 1]).unwrap();
+            }
+            graph.replay(stream).unwrap();
+        }
+        if by_reset {
+            graph.reset().unwrap();
+        } else {
+            drop(graph);
+        }
+        for stream in &streams {
+            let next = fixture.context.any().allocate(4 * KIB, &owner).unwrap();
+            assert_ne!(next.ptr(), ptr, "the replay on {stream} still writes there");
+            fixture.context.resume_stream(stream);
+            stream.synchronize().unwrap();
+        }
+        let [one, two] = [0, 1].map(|_| fixture.context.any().allocate(4 * KIB, &owner).unwrap());
+        assert!(one.ptr() == ptr || two.ptr() == ptr, "reused once the replays are done");
+    }
+    fixture.finish();
+}
+
 /// Streams whose replays are done are forgotten; those that are busy are waited for.
 #[test]
 fn memory_of_a_graph_that_saw_many_streams_waits_for_the_busy_ones() {

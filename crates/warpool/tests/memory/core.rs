@@ -3,6 +3,7 @@
 
 use crate::common::memory::{FIRST, GIB, KIB, MIB, TestContext};
 use warpool::Error;
+use warpool::driver::sim::SimConfig;
 use warpool::driver::{Call, DeviceId, DevicePtr};
 use warpool::memory::{Allocation, BlockState, DeviceAllocator, MemPoolId, Request, SegmentKind, Settings};
 
@@ -196,6 +197,27 @@ fn a_double_free_leaves_the_next_owner_alone() {
     context.fill(second, 3, &context.main);
     context.assert_holds(second, 3);
     context.finish();
+}
+
+/// Of a block that is a whole segment, of a part of one, and of one that is freed and allocated again at once.
+#[test]
+fn a_second_free_is_refused_though_the_block_is_the_same() {
+    // A driver that is not told of blocks lets one be freed and allocated again without any step.
+    for track_suballocations in [true, false] {
+        let context = TestContext::with_config(SimConfig { track_suballocations, ..SimConfig::default() }, "");
+        for bytes in [MIB, 20 * MIB] {
+            let mut stale = Vec::new();
+            for _ in 0..4 {
+                let block = context.alloc(bytes);
+                for &old in &stale {
+                    assert_eq!(context.allocator.free(old), Err(Error::UnknownPointer { ptr: block.ptr }));
+                }
+                context.free(block);
+                stale.push(block);
+            }
+        }
+        context.finish();
+    }
 }
 
 #[test]

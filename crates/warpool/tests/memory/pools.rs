@@ -338,6 +338,15 @@ fn reserved_bytes_are_counted_by_pool() {
             let stats = context.stats();
             stats.reserved_bytes_by_private_pools.get(&pool).map_or(0, |by_kind| by_kind.all.current)
         };
+        let three = plain_pool(&context);
+        let (large, small) = (context.alloc_in(three.id(), 20 * MIB), context.alloc_in(three.id(), 100));
+        let id = three.id();
+        context.free(large);
+        three.close().unwrap();
+        context.trim();
+        assert_eq!(of(id), 2 * MIB, "what was released does not count");
+        context.free(small);
+        context.trim();
         let (a, b) = (context.alloc_in(one.id(), 20 * MIB), context.alloc_in(two.id(), 40 * MIB));
         let small = context.alloc_in(two.id(), 100);
         context.alloc(20 * MIB);

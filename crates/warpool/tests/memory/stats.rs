@@ -105,9 +105,11 @@ fn peaks_and_sums_can_be_reset() {
     assert_eq!(stats.oversize_segments.current, 2, "of the threshold or more");
     assert_eq!(stats.allocated_bytes.all.peak, 500 * MIB);
     assert_eq!((stats.num_ooms, stats.num_alloc_retries), (1, 1));
+    context.trim();
     context.allocator.reset_peak_stats(FIRST).unwrap();
     let stats = context.stats();
-    assert_eq!(stats.allocated_bytes.all.peak, 200 * MIB);
+    assert_eq!((stats.allocated_bytes.all.peak, stats.allocated_bytes.large_pool.peak), (200 * MIB, 200 * MIB));
+    assert_eq!((stats.reserved_bytes.all.peak, stats.reserved_bytes.large_pool.peak), (200 * MIB, 200 * MIB));
     assert_eq!((stats.oversize_allocations.peak, stats.allocated_bytes.all.allocated), (1, 500 * MIB));
     context.allocator.reset_accumulated_stats(FIRST).unwrap();
     let stats = context.stats();

@@ -99,22 +99,43 @@ fn statistics_and_history_show_a_pending_free() {
 #[test]
 fn a_freed_block_waits_for_all_streams() {
     let context = TestContext::new("");
-    let (one, two) = (context.side_stream(), context.side_stream());
-    context.pause_stream(&one);
-    context.pause_stream(&two);
+    let streams = [0; 4].map(|_| context.side_stream());
     let block = context.alloc(4 * MIB);
-    one.wait_stream(&context.main).unwrap();
-    two.wait_stream(&context.main).unwrap();
-    for (stream, offset) in [(&one, 0), (&two, MIB)] {
-        context.sim_fill_on(block.ptr.0 + offset, 1, stream);
+    for (stream, offset) in streams.iter().zip(0..) {
+        context.pause_stream(stream);
+        stream.wait_stream(&context.main).unwrap();
+        context.sim_fill_on(block.ptr.0 + offset * MIB, 1, stream);
         context.record_use(block, stream);
         context.record_use(block, stream);
     }
     context.free(block);
-    context.resume_stream(&one);
-    assert_ne!(context.alloc(4 * MIB).ptr, block.ptr);
-    context.resume_stream(&two);
+    for stream in &streams {
+        assert_ne!(context.alloc(4 * MIB).ptr, block.ptr, "{stream} is busy");
+        context.resume_stream(stream);
+    }
     assert_eq!(context.alloc(4 * MIB).ptr, block.ptr);
+    context.finish();
+}
+
+/// A stream uses one block, which is freed, and then another: the event after the first use says nothing of the second.
+#[test]
+fn work_after_an_older_event_is_waited_for() {
+    let context = TestContext::new("");
+    let busy = context.side_stream();
+    let blocks = [context.alloc(4 * MIB), context.alloc(4 * MIB)];
+    busy.wait_stream(&context.main).unwrap();
+    for block in blocks {
+        context.pause_stream(&busy);
+        context.sim_fill_on(block.ptr.0, 1, &busy);
+        context.record_use(block, &busy);
+        context.free(block);
+        if block == blocks[0] {
+            context.resume_stream(&busy);
+        }
+    }
+    let next = [context.alloc(4 * MIB), context.alloc(4 * MIB)];
+    assert!(next.iter().all(|next| next.ptr != blocks[1].ptr), "the stream still waits to write there");
+    context.resume_stream(&busy);
     context.finish();
 }
 

@@ -275,3 +275,37 @@ fn work_of_a_closure_that_panics_is_waited_for() -> Result<()> {
     assert_eq!((x.to_vec(&one)?[..10].to_vec(), x.to_vec(&one)?[10]), (vec![9; 10], 7));
     gpu.finish()
 }
+
+#[test]
+fn a_write_waits_for_all_readers() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let (one, two, three) = (gpu.stream()?, gpu.stream()?, gpu.stream()?);
+    let mut x = DeviceVec::<u32>::zeroed(&gpu.allocator, 100, &one)?;
+    let mut read = [&two, &three].map(|stream| DeviceVec::<u32>::zeroed(&gpu.allocator, 100, stream).expect("memory"));
+    two.to_vec(&x)?; // the second stream has waited for the first
+    gpu.gpu.pause_stream(two.id()).expect("it is there");
+    two.copy(&x, &mut read[0])?;
+    three.copy(&x, &mut read[1])?;
+    one.fill(&mut x, 5)?;
+    gpu.gpu.resume_stream(two.id()).expect("it is there");
+    assert_eq!((read[0].to_vec(&two)?, read[1].to_vec(&three)?), (vec![0; 100], vec![0; 100]));
+    gpu.finish()
+}
+
+/// More reads than are kept apart, each of another part.
+#[test]
+fn a_write_waits_for_reads_that_were_merged() -> Result<()> {
+    let gpu = Fixture::new()?;
+    let (one, two) = (gpu.stream()?, gpu.stream()?);
+    let mut x = DeviceVec::<u32>::zeroed(&gpu.allocator, 100, &one)?;
+    let mut read = DeviceVec::<u32>::zeroed(&gpu.allocator, 100, &two)?;
+    two.to_vec(&x)?;
+    gpu.gpu.pause_stream(two.id()).expect("it is there");
+    for at in 0..40 {
+        two.copy(x.slice(at..at + 1)?, read.slice_mut(at..at + 1)?)?;
+    }
+    one.fill(x.slice_mut(..2)?, 5)?;
+    gpu.gpu.resume_stream(two.id()).expect("it is there");
+    assert_eq!(read.to_vec(&two)?, [0; 100]);
+    gpu.finish()
+}

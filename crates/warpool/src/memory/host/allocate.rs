@@ -319,7 +319,7 @@ impl Shared {
     /// First half of a free that is not the hot path. Returns whether the block must wait.
     fn begin_free(&self, block: &PinnedBlock, details: &Details) -> bool {
         self.history.record_free(Action::FreeRequested, block, details);
-        let waits = block.flags() & USED != 0;
+        let waits = block.flags() & USED != 0 && !crate::defect::Defect::HostReusesBeforeCopy.is_on();
         if waits {
             block.set_state(PinnedState::PendingFree);
             lock(&block.usage).streams.mark_freed();

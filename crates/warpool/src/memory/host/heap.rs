@@ -189,7 +189,8 @@ impl Heap {
     ) -> Vec<Option<Piece>> {
         let mut pieces = Vec::with_capacity(blocks.len());
         for same_shard in blocks.chunk_by(|one, next| one.shard() == next.shard()) {
-            let mut shard = self.lock_shard(same_shard[0].shard());
+            let wrong = usize::from(crate::defect::Defect::HostFreesToWrongShard.is_on());
+            let mut shard = self.lock_shard((same_shard[0].shard() + wrong) % self.shards.len());
             for block in same_shard {
                 steps::count();
                 let (spare, piece) = shard.merge(block);

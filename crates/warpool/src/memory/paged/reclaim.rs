@@ -38,7 +38,7 @@ pub(super) fn poll_released(device: &PagedDevice, table: &mut PageTable, details
         let _safe = device.capture_safe()?;
         let mut all = true;
         for event in &events {
-            all &= device.driver().event_query(event.id())?;
+            all &= device.driver().event_query(event.id())? || crate::defect::Defect::ReleasedPagesTooEarly.is_on();
         }
         if all {
             for heap in heaps {

@@ -57,6 +57,10 @@ impl<T> SpinLock<T> {
 
     #[inline]
     fn try_take(&self) -> bool {
+        if crate::defect::Defect::LockWithoutExchange.is_on() && !self.held.load(Ordering::Acquire) {
+            self.held.store(true, Ordering::Relaxed);
+            return true;
+        }
         !self.held.load(Ordering::Relaxed) && !self.held.swap(true, Ordering::Acquire)
     }
 

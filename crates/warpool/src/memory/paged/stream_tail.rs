@@ -51,6 +51,7 @@ impl PagedDevice {
         Ok(match last_work {
             Some(LastWork::Done) => Tail::Done,
             Some(LastWork::Before(event)) => Tail::Event { event, is_new: false },
+            Some(LastWork::Unknown) if crate::defect::Defect::UnknownWorkIsDone.is_on() => Tail::Done,
             Some(LastWork::Unknown) => Tail::Unknown,
             None => match stream_fence::record(&PendingFrees::new(self, details), stream)? {
                 Recorded::Fenced(event) => Tail::Event { event: Arc::new(event), is_new: true },

@@ -106,6 +106,9 @@ impl StatByKind {
 
     /// Sets every peak to its current value.
     pub(crate) fn reset_peak(&mut self) {
+        if crate::defect::Defect::PeakOfKindsStays.is_on() {
+            return self.all.reset_peak();
+        }
         self.each(Stat::reset_peak);
     }
 

@@ -21,6 +21,12 @@ pub(crate) fn fence<O: FenceOwner>(owner: &O, key: O::Key) -> Result<()> {
         let recorded = record(owner, stream);
         fencing.streams.next();
         match recorded {
+            Ok(Recorded::Fenced(_))
+                if crate::defect::Defect::FenceSharesOlderEvent.is_on()
+                    && owner.with_fences(|fences| fences.oldest_of(stream).is_some()) =>
+            {
+                fencing.done += 1;
+            }
             Ok(Recorded::Fenced(event)) => {
                 let key = fencing.key.clone();
                 let refused = owner.with_fences(|fences| fences.push(stream, event, block_stream, key));

@@ -163,7 +163,7 @@ impl Block {
     /// Whether a graph holds it.
     #[inline]
     pub(crate) fn is_held(&self) -> bool {
-        self.extra.as_ref().is_some_and(|extra| extra.holds > 0)
+        self.extra.as_ref().is_some_and(|extra| extra.holds > 0 && !crate::defect::Defect::HoldsIgnored.is_on())
     }
 
     /// Whether it serves a request of the default pool, which its own pool lent it to.

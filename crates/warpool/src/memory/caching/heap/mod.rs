@@ -355,7 +355,9 @@ impl Heap {
     pub(super) fn allocated(&self, allocation: &Allocation) -> Option<BlockKey> {
         let key = BlockKey::from(KeyData::from_ffi(allocation.slot));
         let block = self.blocks.get(key)?;
-        let is_same = block.generation == allocation.generation && block.ptr == allocation.ptr.0;
+        let same_generation =
+            block.generation == allocation.generation || crate::defect::Defect::GenerationsIgnored.is_on();
+        let is_same = same_generation && block.ptr == allocation.ptr.0;
         (block.status == BlockStatus::Allocated && is_same).then_some(key)
     }
 
@@ -392,6 +394,9 @@ impl Heap {
         // The rest keeps the entry in the free list.
         found_block.freed_at_search = searches;
         let block = self.split_front(found, request.size);
+        if crate::defect::Defect::SplitOverlaps.is_on() && rest >= 1 << 20 {
+            self.blocks[block].size += 512;
+        }
         let key = FreeKey { size: rest, ptr: key.ptr + request.size, ..key };
         self.stream_blocks[stream_blocks].free.lower_at(position, key);
         Some(Taken { block, was_split, rest: Some(rest) })
@@ -444,7 +449,9 @@ impl Heap {
             return Taken { block, was_split, rest: None };
         }
         let front = self.split_front(block, size);
-        self.put_free(block);
+        if !crate::defect::Defect::SplitLosesRest.is_on() {
+            self.put_free(block);
+        }
         Taken { block: front, was_split, rest: Some(self.blocks[block].size) }
     }
 
@@ -601,6 +608,9 @@ impl Heap {
     fn merge_free_neighbours(&mut self, block: BlockKey) -> Merged {
         let mut merged = Merged::default();
         for neighbour in [self.blocks[block].prev, self.blocks[block].next].into_iter().flatten() {
+            if crate::defect::Defect::MergeForgetsNeighbour.is_on() && self.blocks[block].next == Some(neighbour) {
+                continue;
+            }
             if self.blocks[neighbour].status == BlockStatus::Free {
                 self.take_free(neighbour);
                 merged.blocks += 1;

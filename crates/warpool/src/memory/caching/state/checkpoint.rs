@@ -92,7 +92,8 @@ impl DeviceState {
             self.request_free(block, details);
             let entry = self.heap.block(block);
             let (start, end) = (entry.ptr(), entry.end());
-            if entry.has_uses() && !checkpoint.overlaps(start, end) {
+            let forgets = crate::defect::Defect::RestoreForgetsUses.is_on();
+            if entry.has_uses() && !checkpoint.overlaps(start, end) && !forgets {
                 self.fence_later(block);
                 continue;
             }
@@ -103,6 +104,9 @@ impl DeviceState {
             self.complete_free(block, details);
         }
         freed.sort_unstable();
+        if crate::defect::Defect::RestoreForgetsUses.is_on() {
+            used.clear();
+        }
         used.sort_unstable_by_key(|range| range.start);
         let allocated = self.allocate_saved(checkpoint, &used, details)?;
         self.free_unsaved(checkpoint.pool, &used, details)?;

@@ -60,7 +60,7 @@ impl Counters {
         let (pool, kind) = (block_pool.pool(), block_pool.kind());
         self.stats.reserved_bytes.decrease(kind, bytes);
         self.stats.num_device_free += 1;
-        if !pool.is_default() {
+        if !pool.is_default() && !crate::defect::Defect::PoolStatsKeepReleased.is_on() {
             self.stats.reserved_bytes_by_private_pools.entry(pool).or_default().decrease(kind, bytes);
         }
     }

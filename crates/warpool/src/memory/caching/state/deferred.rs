@@ -122,7 +122,10 @@ impl DeviceState {
         done: &FxHashSet<NodeId>,
         details: &EntryDetails,
     ) {
-        let is_done = |number: &u64| self.deferred.entries[number].last_nodes.iter().all(|node| done.contains(node));
+        let is_done = |number: &u64| {
+            crate::defect::Defect::CapturedFreesUnordered.is_on()
+                || self.deferred.entries[number].last_nodes.iter().all(|node| done.contains(node))
+        };
         let captured = self.deferred.captured.get(&stream).into_iter().flatten().copied();
         let reusable: Vec<u64> = captured.filter(is_done).collect();
         for number in reusable {

@@ -271,6 +271,9 @@ impl DeviceState {
         let (ptr, size, segment, kind) = (block.ptr(), block.size(), block.segment(), block.kind());
         let generation = block.generation();
         self.counters.block_allocated(kind, size, requested, self.policy.sizes.is_oversize(size));
+        if crate::defect::Defect::SplitCountsTwice.is_on() && taken.rest.is_some() && size >= 1 << 20 {
+            self.counters.block_allocated(kind, size, requested, false);
+        }
         self.record(Action::Alloc, ptr, requested, segment, details);
         Allocation {
             ptr: DevicePtr(ptr),
@@ -305,6 +308,11 @@ impl DeviceState {
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn free(&mut self, block: BlockKey, details: &EntryDetails) -> bool {
         let in_use = self.request_free(block, details);
+        if in_use && crate::defect::Defect::FreeForgetsUses.is_on() {
+            self.heap.clear_extra(block);
+            self.complete_free(block, details);
+            return false;
+        }
         if !in_use {
             self.complete_free(block, details);
         }

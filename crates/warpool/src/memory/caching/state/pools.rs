@@ -157,7 +157,11 @@ impl Pools {
     /// Pools whose free blocks may serve the default pool before it runs out of memory. Not those of graphs: replays
     /// write into what captures freed.
     pub(crate) fn for_oom(&self) -> Vec<MemPoolId> {
-        let serves = |pool: &Pool| pool.use_on_oom && !pool.is_released() && !pool.has_graphs;
+        let serves = |pool: &Pool| {
+            pool.use_on_oom
+                && !pool.is_released()
+                && !(pool.has_graphs && !crate::defect::Defect::LendsMemoryOfGraphs.is_on())
+        };
         let awake = |id: &MemPoolId| self.sleeping.expect_awake(*id).is_ok();
         let pools = self.by_id.iter().filter(|(_, pool)| serves(pool)).map(|(&id, _)| id);
         pools.filter(awake).collect()

@@ -81,7 +81,9 @@ impl DeviceState {
         })?;
         recent.freed = false;
         recent.repeats += 1;
-        recent.allocation.generation = recent.allocation.generation.wrapping_add(1);
+        if !crate::defect::Defect::RecentKeepsGeneration.is_on() {
+            recent.allocation.generation = recent.allocation.generation.wrapping_add(1);
+        }
         Some(recent.allocation)
     }
 

@@ -41,6 +41,9 @@ pub(crate) struct FreeMemory {
 impl DeviceState {
     /// Whether a segment for the request would exceed the limit.
     pub(crate) fn exceeds_limit(&self, request: &BlockRequest) -> bool {
+        if crate::defect::Defect::LimitForgetsTheRequest.is_on() {
+            return self.policy.exceeds_limit(self.bytes_reserved());
+        }
         self.policy.exceeds_limit(self.bytes_reserved_with(request))
     }
 

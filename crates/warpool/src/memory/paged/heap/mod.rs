@@ -311,7 +311,9 @@ impl Heap {
     #[inline]
     pub(super) fn allocated(&self, id: u32, ptr: DevicePtr, generation: u32) -> bool {
         self.blocks.try_get(id).is_some_and(|block| {
-            block.addr == ptr.0 && block.generation == generation && block.state == State::Allocated
+            let same_generation =
+                block.generation == generation || crate::defect::Defect::PagedGenerationsIgnored.is_on();
+            block.addr == ptr.0 && same_generation && block.state == State::Allocated
         })
     }
 
@@ -343,6 +345,10 @@ impl Heap {
         self.note_freed();
         let block = self.blocks.get_mut(id);
         block.generation = block.generation.wrapping_add(1);
+        if block.has_uses && crate::defect::Defect::PagedFreeForgetsUses.is_on() {
+            block.has_uses = false;
+            self.uses.remove(&id);
+        }
         if !block.has_uses {
             let kind = block.kind;
             self.stacks.remove(&id);

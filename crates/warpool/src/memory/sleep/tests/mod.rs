@@ -2,6 +2,7 @@
 //!
 //! - `calls`: what each call answers in every state, step by step.
 //! - `faults`: every driver call of sleeping and waking fails, once and for good.
+//! - `large`: copies of more than one chunk.
 //! - `program`: random programs against a naive model; `defects`: deliberate defects are found by them.
 //!
 //! `WARPOOL_SWARM_SEED=n` runs the one program of that seed.
@@ -10,6 +11,7 @@ mod calls;
 mod defects;
 mod faults;
 mod graphs;
+mod large;
 mod machine;
 mod program;
 

@@ -1,0 +1,80 @@
+//! The command and the tests of the crate `warpool`, built with the feature `planted-defects`, and its list of defects.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+use super::list::CAUGHT_BY;
+
+/// What was built.
+pub struct Built {
+    pub command: PathBuf,
+    /// The test binaries, by the name of their target.
+    pub tests: BTreeMap<String, PathBuf>,
+}
+
+/// A planted defect.
+pub struct Planted {
+    pub number: u64,
+    pub name: String,
+    /// What the code does wrong.
+    pub rule: String,
+    /// A test binary, and a filter of the names of its tests.
+    pub test: String,
+    /// A program of `soak`: its campaign and its number, or the campaign alone if its programs differ from run to run.
+    pub soak: String,
+}
+
+impl Planted {
+    /// Whether one program of `soak` catches it in every run.
+    pub fn has_program(&self) -> bool {
+        self.soak.contains(':')
+    }
+}
+
+impl Built {
+    pub fn new(root: &Path, has_tests: bool) -> Result<Self, String> {
+        let command = executables(root, &["build", "--package", "warpool-cli"])?.into_values().next();
+        let tests = match has_tests {
+            true => executables(root, &["test", "--no-run", "--package", "warpool", "--lib", "--tests"])?,
+            false => BTreeMap::new(),
+        };
+        Ok(Self { command: command.ok_or("cargo names no command")?, tests })
+    }
+
+    /// The list, which the command has.
+    pub fn planted(&self) -> Result<Vec<Planted>, String> {
+        let listed = Command::new(&self.command).arg("defects").output();
+        let listed = listed.map_err(|error| format!("{}: {error}", self.command.display()))?;
+        let text = String::from_utf8_lossy(&listed.stdout);
+        let planted = |line: &str| {
+            let object: Value = serde_json::from_str(line).map_err(|error| format!("{line}: {error}"))?;
+            let text = |key: &str| object[key].as_str().unwrap_or_default().to_owned();
+            let (number, name) = (object["number"].as_u64().unwrap_or_default(), text("name"));
+            let known = CAUGHT_BY.iter().find(|(of, _, _)| *of == name);
+            let (_, test, soak) = known.ok_or_else(|| format!("list.rs says nothing about defect {number}, {name}"))?;
+            Ok(Planted { number, name, rule: text("rule"), test: (*test).to_owned(), soak: (*soak).to_owned() })
+        };
+        text.lines().map(planted).collect()
+    }
+}
+
+/// The executables that a call of cargo builds, by the name of their target.
+fn executables(root: &Path, arguments: &[&str]) -> Result<BTreeMap<String, PathBuf>, String> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let feature = ["--quiet", "--features", "planted-defects", "--message-format", "json"];
+    let built = Command::new(cargo).args(arguments).args(feature).current_dir(root).output();
+    let built = built.map_err(|error| format!("cargo: {error}"))?;
+    if !built.status.success() {
+        return Err(format!("cargo {} failed: {}", arguments[0], String::from_utf8_lossy(&built.stderr)));
+    }
+    let messages = String::from_utf8_lossy(&built.stdout);
+    let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let named = messages.filter_map(|message| {
+        let (name, file) = (message["target"]["name"].as_str()?, message["executable"].as_str()?);
+        Some((name.to_owned(), PathBuf::from(file)))
+    });
+    Ok(named.collect())
+}
