@@ -1,5 +1,5 @@
-//! Two threads on the memory of one stream after the other: the first uses it all the time, the second takes a block now
-//! and then. So a thread that waits for the lock of this memory meets one that releases and takes it again at once.
+//! Two threads on the memory of one stream after the other: the first uses it all the time, the second takes a block
+//! now and then. So a thread that waits for the lock of this memory meets one that releases and takes it again at once.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 

@@ -1,5 +1,5 @@
-//! Tags that sleep and wake while driver calls fail, waits and copies included. Segments are larger than the chunks that
-//! contents are copied in, and of odd sizes. A naive model knows what every block contains.
+//! Tags that sleep and wake while driver calls fail, waits and copies included. Segments are larger than the chunks
+//! that contents are copied in, and of odd sizes. A naive model knows what every block contains.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,6 +1,6 @@
-//! Threads on one allocator of device memory and one of pinned memory, with streams of their own and shared ones, blocks
-//! and typed vectors that are passed between threads, captures, little memory, faults and trims at any time. Some
-//! programs fork meanwhile. The interleaving differs from run to run; what is checked holds for all.
+//! Threads on one allocator of device memory and one of pinned memory, with streams of their own and shared ones,
+//! blocks and typed vectors that are passed between threads, captures, little memory, faults and trims at any time.
+//! Some programs fork meanwhile. The interleaving differs from run to run; what is checked holds for all.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -79,7 +79,7 @@ defects! {
     43 ReleasedPagesTooEarly: "pages of a released pool serve others while work still uses them";
     44 LockWithoutExchange: "a thread that has waited for a spin lock takes it by a load and a store";
     45 UnknownWorkIsDone: "pages: unknown last work of a stream that may be destroyed counts as done";
-    46 ReusesBusyHeaps: "pages: a heap is retired, or gets another stream, while the last work in its memory still runs";
+    46 ReusesBusyHeaps: "pages: a heap is retired, or another stream gets it, while the last work in it still runs";
     47 GateForgetsTypedCalls: "a capture begins or ends while a typed call puts work into a stream";
 }
 

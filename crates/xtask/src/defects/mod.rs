@@ -1,5 +1,5 @@
-//! Whether tests, `soak` and `selftest` catch the planted defects of `crates/warpool/src/defect.rs`. A defect that tests
-//! or `soak` miss is a problem, and so is one that is found where none is planted (number 0).
+//! Whether tests, `soak` and `selftest` catch the planted defects of `crates/warpool/src/defect.rs`. A defect that
+//! tests or `soak` miss is a problem, and so is one that is found where none is planted (number 0).
 //!
 //! The short form builds the command only, and runs for each defect the one program of `soak` that `list.rs` names.
 

@@ -139,8 +139,8 @@ impl<S: Source> UncachedAllocator<S> {
     }
 
     /// Memory from the source. If it has none: calls the pressure callbacks, waits for freed blocks, trims the source,
-    /// and tries once more. `None` means out of memory. The stream had the status `status` a moment ago; returns the one
-    /// that it had at the allocation.
+    /// and tries once more. `None` means out of memory. The stream had the status `status` a moment ago; returns the
+    /// one that it had at the allocation.
     fn fetch(
         &self,
         state: &DeviceState,
