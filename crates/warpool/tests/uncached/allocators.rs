@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use crate::common::rng::Rng;
 use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::driver::{CaptureMode, DeviceId, DevicePtr, Driver, Pattern, PoolAttribute};
+use warpool::driver::{CaptureMode, DeviceId, DevicePtr, Driver, EventOptions, EventScope, Pattern, PoolAttribute};
 use warpool::memory::{
     Action, Allocate, Allocation, BlockState, CachingAllocator, DeviceAllocator, DriverPoolAllocator,
     ExternalAllocator, Frame, HistoryOptions, Limited, MemPoolId, OomCause, PagedAllocator, PluggableAllocator,
@@ -854,6 +854,10 @@ fn no_call_names_a_stream_once_its_memory_is_freed() {
         let busy = context.stream();
         let request = Request::new(DEVICE, destroyed, 3 * MIB);
         let [plain, shared] = [0, 1].map(|_| context.allocator.allocate_raw(request).unwrap());
+        let event = context.sim_driver().event_create(DEVICE, EventOptions::default()).unwrap();
+        context.sim_driver().event_record(event, destroyed, EventScope::Plain).unwrap();
+        context.sim_driver().stream_wait_event(busy.id(), event, EventScope::Plain).unwrap();
+        context.sim_driver().event_destroy(event).unwrap();
         context.fill(shared, 1, &busy);
         context.allocator.record_use_raw(shared.ptr, busy.id()).unwrap();
         context.allocator.free(shared).unwrap();

@@ -15,7 +15,7 @@ use warpool_driver::{
 };
 
 use super::copies::SavedRange;
-use crate::capture::{CaptureStatus, RelaxedMode};
+use crate::capture::RelaxedMode;
 use crate::memory::stream_fence;
 use crate::memory::{Asleep, DeviceAllocator, HostBlock, MemPoolId, PoolSleep, SegmentKind, Upstream};
 use crate::unwind::OnUnwind;
@@ -318,7 +318,7 @@ impl TagSegments {
         }
         let device = self.device.id();
         if self.device.instance().keeps_stream(device, stream)? {
-            return Ok(stream_fence::synchronize(self.device.instance(), stream)? == CaptureStatus::NotCapturing);
+            return stream_fence::synchronize(self.device.instance(), stream);
         }
         // Its owner may have destroyed it.
         if self.has_captures() {

@@ -42,7 +42,7 @@ pub(crate) use owner::FenceOwner;
 pub(crate) use poll::{poll, poll_of, poll_some, wait_all};
 pub(crate) use queues::{Fence, PENDING_PER_CALL, StreamFences};
 pub(crate) use record::{
-    Recorded, is_kept, order_after, order_outside_captures, record, record_bystander, synchronize, wait_for_devices,
-    wait_for_event, wait_for_stream,
+    Recorded, is_kept, order_after, order_outside_captures, record, record_bystander, record_outside_captures,
+    synchronize, wait_for_devices, wait_for_event, wait_for_stream,
 };
 pub(crate) use uses::StreamUses;

@@ -120,19 +120,21 @@ pub(crate) fn is_kept(instance: &Instance, stream: StreamId) -> Result<bool> {
     Ok(false)
 }
 
-/// Waits for the work that `stream` holds now, if it does not capture. Returns its status.
-pub(crate) fn synchronize(instance: &Instance, stream: StreamId) -> Result<CaptureStatus> {
-    let driver = &**instance.driver();
-    let event = {
-        let _frozen = instance.freeze_captures_for_call()?;
-        match CaptureStatus::of(driver, stream)? {
-            CaptureStatus::NotCapturing => record_event(instance, None, stream)?,
-            status => return Ok(status),
-        }
-    };
-    let _relaxed = RelaxedMode::begin(driver)?;
-    driver.event_synchronize(event.id())?;
-    Ok(CaptureStatus::NotCapturing)
+/// Waits for the work that `stream` holds now. `false` if it captures, or is destroyed.
+pub(crate) fn synchronize(instance: &Instance, stream: StreamId) -> Result<bool> {
+    let Some(event) = record_outside_captures(instance, stream)? else { return Ok(false) };
+    let _relaxed = RelaxedMode::begin(&**instance.driver())?;
+    instance.driver().event_synchronize(event.id())?;
+    Ok(true)
+}
+
+/// Records an event behind the work that `stream` holds now. `None` if it captures, or is destroyed.
+pub(crate) fn record_outside_captures(instance: &Instance, stream: StreamId) -> Result<Option<PooledEvent>> {
+    let _frozen = instance.freeze_captures_for_call()?;
+    match CaptureStatus::of(&**instance.driver(), stream)? {
+        CaptureStatus::NotCapturing => record_event(instance, None, stream).map(Some),
+        _ => Ok(None),
+    }
 }
 
 /// Makes later work of `stream` wait for an event outside of captures, on the device. `false` if `stream` captures.

@@ -4,17 +4,17 @@
 //! may reuse memory across streams in every way that the driver supports. Other users of the device's default pool
 //! share that configuration.
 
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, OnceLock};
 
 use warpool_driver::{Access, DeviceId, DevicePtr, Driver, PoolAttribute, PoolId, StreamId};
 
 use super::UncachedAllocator;
 use super::source::{Reserved, Source};
 use crate::capture::RelaxedMode;
-use crate::memory::stream_fence::wait_for_devices;
+use crate::memory::stream_fence::{is_kept, record_outside_captures, synchronize, wait_for_devices};
 use crate::memory::{OomCause, RawStream, Settings};
-use crate::{Device, Instance, Result, StreamLease};
+use crate::{Device, Instance, PooledEvent, Result, StreamLease, lock};
 
 /// Memory from the driver's stream-ordered pools, as PyTorch's `cudaMallocAsync` backend uses them. See the
 /// [module](crate::memory) for how allocators are used.
@@ -30,12 +30,16 @@ use crate::{Device, Instance, Result, StreamLease};
 /// - Several captures may be under way at once, also on several threads.
 /// - Frees in a capture are joined in the block's own stream, so nothing has to be joined when it ends.
 /// - A free that has to wait is made by the next call of any kind, not only by an allocation.
-/// - A retry waits for the devices, not only for the request's stream, unless a capture is under way.
+/// - A retry waits for all streams that frees are in, not only for the request's.
 /// - A fraction outside of [0, 1] is an error, and the default is 1.
 /// - There are snapshots, a history, and all counters that have a meaning here. Every block is a segment of its own;
 ///   what the pool holds beyond the blocks is shown as one free segment at address 0.
 /// - Pressure callbacks run when a request would fail, since it is not known before what is cached.
 pub type DriverPoolAllocator = UncachedAllocator<DriverPool>;
+
+/// The most streams, and events, that are waited for one by one. With more, as in a program that makes a stream for
+/// each request, the devices are waited for.
+const FREES_MAX: usize = 1024;
 
 /// The default pools of all devices.
 pub struct DriverPool {
@@ -47,8 +51,19 @@ pub struct DriverPool {
 struct PoolState {
     /// Set up at the first use, since it creates a context.
     ready: OnceLock<ReadyPool>,
-    /// Whether frees were put into streams since the devices were waited for last. The streams may be destroyed since.
-    freed: AtomicBool,
+    /// Frees that were put into streams since they were last waited for.
+    frees: Mutex<Frees>,
+}
+
+/// Frees in streams.
+#[derive(Default)]
+struct Frees {
+    /// Streams that live as long as the instance.
+    streams: BTreeSet<StreamId>,
+    /// After the last free in a stream that its owner may destroy.
+    events: BTreeMap<StreamId, PooledEvent>,
+    /// There were too many to remember.
+    others: bool,
 }
 
 struct ReadyPool {
@@ -113,6 +128,43 @@ impl DriverPool {
         Ok(state.ready.get_or_init(|| ReadyPool { id, release_stream }))
     }
 
+    /// Notes a free in a stream. One that its owner may destroy is not named later, so an event is recorded in it now.
+    fn note_free(&self, device: DeviceId, stream: StreamId) {
+        let is_kept = is_kept(&self.instance, stream);
+        let event = match is_kept {
+            Ok(true) => Ok(None),
+            _ => record_outside_captures(&self.instance, stream),
+        };
+        let mut frees = lock(&self.state(device).frees);
+        let is_full = |frees: &Frees| frees.streams.len() + frees.events.len() >= FREES_MAX;
+        match event {
+            _ if is_full(&frees) => frees.others = true,
+            Ok(Some(event)) => drop(frees.events.insert(stream, event)),
+            Ok(None) if is_kept == Ok(true) => drop(frees.streams.insert(stream)),
+            // A free in a capture is a node of its graph.
+            Ok(None) => {}
+            Err(error) => {
+                tracing::warn!(%error, %stream, "no event could be recorded after a free; a trim does not wait for it");
+            }
+        }
+    }
+
+    fn wait_for(&self, frees: &Frees) -> Result<()> {
+        for &stream in &frees.streams {
+            // Not waited for if it captures.
+            synchronize(&self.instance, stream)?;
+        }
+        for event in frees.events.values() {
+            let _relaxed = self.relaxed()?;
+            self.driver().event_synchronize(event.id())?;
+        }
+        if frees.others {
+            // Not while a capture is under way.
+            wait_for_devices(&self.instance)?;
+        }
+        Ok(())
+    }
+
     /// Every call that a capture elsewhere would forbid is made in the relaxed mode: this allocator is not notified of
     /// captures.
     fn relaxed(&self) -> Result<RelaxedMode<'_>> {
@@ -140,7 +192,7 @@ impl Source for DriverPool {
 
     fn free(&self, ptr: DevicePtr, _bytes: u64, device: DeviceId, stream: RawStream) -> Result<()> {
         self.driver().pool_free(ptr, stream.id)?;
-        self.state(device).freed.store(true, Ordering::Release);
+        self.note_free(device, stream.id);
         Ok(())
     }
 
@@ -155,15 +207,20 @@ impl Source for DriverPool {
     }
 
     fn wait_for_frees(&self, device: DeviceId) -> Result<bool> {
-        let freed = &self.state(device).freed;
-        if !freed.swap(false, Ordering::AcqRel) {
-            return Ok(false);
+        let state = self.state(device);
+        let frees = std::mem::take(&mut *lock(&state.frees));
+        let had_any = !frees.streams.is_empty() || !frees.events.is_empty() || frees.others;
+        let waited = self.wait_for(&frees);
+        if waited.is_err() {
+            let mut now = lock(&state.frees);
+            now.streams.extend(frees.streams);
+            // What was recorded meanwhile is later.
+            for (stream, event) in frees.events {
+                now.events.entry(stream).or_insert(event);
+            }
+            now.others |= frees.others;
         }
-        let waited = wait_for_devices(&self.instance);
-        if !matches!(waited, Ok(true)) {
-            freed.store(true, Ordering::Release);
-        }
-        waited
+        waited.map(|()| had_any)
     }
 
     fn undo_growth(&self, device: DeviceId) -> Result<()> {
