@@ -193,7 +193,7 @@ fn scale_bench_compares_two_sizes() {
     let output = run("bench scale --ops 20 --json");
     assert!(matches!(output.status.code(), Some(0 | 1)), "{}", text(&output.stderr));
     let rows = rows(&output);
-    assert_eq!(rows.len(), 12);
+    assert_eq!(rows.len(), 18);
     for row in rows {
         let number = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("no {key}: {row}"));
         assert_eq!((&row["bench"], &row["baseline"]), (&Value::from("scale"), &Value::from("the same beside fewer")));
