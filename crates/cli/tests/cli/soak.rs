@@ -31,7 +31,8 @@ fn programs_of_every_campaign_find_nothing() {
     let rows = rows("soak --programs 4 --seed 3 --json", 0);
     let (summary, campaigns) = rows.split_last().unwrap();
     let named: Vec<&str> = campaigns.iter().map(|row| row["campaign"].as_str().unwrap()).collect();
-    assert_eq!(named, ["device", "captures", "host", "threads", "lifetime", "recordings"]);
+    let all = ["device", "captures", "streams", "typed", "sleep", "host", "threads", "lifetime", "recordings"];
+    assert_eq!(named, all);
     for row in campaigns {
         assert_eq!(keys(row)[..5], ["kind", "campaign", "seed", "deterministic", "seconds"]);
         assert_eq!(keys(row)[5..], COUNTS);

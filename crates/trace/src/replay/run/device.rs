@@ -99,7 +99,9 @@ impl ReplayDevice {
             AllocatorChoice::Paged => {
                 let memory_cap_bytes = settings.memory_cap_bytes.or(options.memory_limit);
                 let settings = Settings { memory_cap_bytes, ..settings };
-                (Arc::new(PagedAllocator::new(&instance, settings)?), None)
+                let paged = PagedAllocator::new(&instance, settings)?;
+                paged.set_adoption(false);
+                (Arc::new(paged), None)
             }
         };
         // In the recorded order, so that what is sorted by stream is sorted in the same way.

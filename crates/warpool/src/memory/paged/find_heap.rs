@@ -46,7 +46,10 @@ impl PagedDevice {
         }
         let is_first = pool.is_default() && table.unused_heaps.note_added(stream);
         let owner = Owner { stream, stream_raw: handle.raw.0, pool, is_kept, is_first };
-        if is_first && let Some((heap, before)) = adoption::adopt(self, &mut table, owner)? {
+        if is_first
+            && !table.unused_heaps.never_adopted
+            && let Some((heap, before)) = adoption::adopt(self, &mut table, owner)?
+        {
             let mut keys = self.by_key.write().unwrap_or_else(PoisonError::into_inner);
             keys.by_key.remove(&(before, pool));
             keys.by_key.insert((stream, pool), heap);

@@ -251,6 +251,15 @@ impl PagedAllocator {
         }
     }
 
+    /// Whether a new stream may get the heap of one that has gone, which depends on when work was done. A replay, in
+    /// which no work runs, switches it off.
+    #[doc(hidden)]
+    pub fn set_adoption(&self, adopts: bool) {
+        for device in &self.devices {
+            lock(&device.pages).unused_heaps.never_adopted = !adopts;
+        }
+    }
+
     /// Checks every invariant of the state. Slow; for tests, while no other thread is at work.
     ///
     /// # Panics

@@ -14,6 +14,8 @@ const HEAPS_MAX: usize = 32;
 #[derive(Debug, Default)]
 pub(super) struct UnusedHeaps {
     pub(super) heaps: VecDeque<UnusedHeap>,
+    /// Whether no stream gets them.
+    pub(super) never_adopted: bool,
     /// How many heaps were added.
     pub(super) added: u64,
     /// The stream with the highest id that has had a heap.
