@@ -160,7 +160,7 @@ impl Pools {
         let serves = |pool: &Pool| {
             pool.use_on_oom
                 && !pool.is_released()
-                && !(pool.has_graphs && !crate::defect::Defect::LendsMemoryOfGraphs.is_on())
+                && (!pool.has_graphs || crate::defect::Defect::LendsMemoryOfGraphs.is_on())
         };
         let awake = |id: &MemPoolId| self.sleeping.expect_awake(*id).is_ok();
         let pools = self.by_id.iter().filter(|(_, pool)| serves(pool)).map(|(&id, _)| id);
