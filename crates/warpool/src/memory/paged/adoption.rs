@@ -1,7 +1,7 @@
 //! Heaps of streams that may have gone, which a new stream gets as they are: with free memory that is still mapped.
 //!
 //! A stream in whose heap nothing is allocated may be destroyed, and often is. Without this the next stream would get
-//! empty addresses and take pages from others, behind all work that these have submitted by then.
+//! empty addresses and take pages of other streams, and would have to wait for all work of those streams.
 //!
 //! A heap is adopted only if all work is done that may use its memory: that of its own stream, and what bystanders
 //! (`bystanders.rs`) had submitted when it was seen to be unused. So the new stream waits for nothing.

@@ -128,7 +128,7 @@ pub(crate) fn synchronize(instance: &Instance, stream: StreamId) -> Result<bool>
     Ok(true)
 }
 
-/// Records an event behind the work that `stream` holds now. `None` if it captures, or is destroyed.
+/// Records an event after the work in `stream`. `None` if the stream captures or is destroyed.
 pub(crate) fn record_outside_captures(instance: &Instance, stream: StreamId) -> Result<Option<PooledEvent>> {
     let _frozen = instance.freeze_captures_for_call()?;
     match CaptureStatus::of(&**instance.driver(), stream)? {
