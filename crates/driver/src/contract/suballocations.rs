@@ -1,7 +1,8 @@
 //! Suballocations: an allocator reports which parts of its memory are in use.
 //!
 //! A caching allocator gives one driver allocation to many users in turn, and the driver sees none of it. A driver that
-//! detects hazards needs these reports; other drivers ignore them. A report changes no behaviour and cannot fail.
+//! detects hazards needs these reports; other drivers ignore them. A report changes no behaviour and cannot fail. It is
+//! made under the lock of the allocator that makes it, and must not call an allocator.
 
 use crate::{DevicePtr, StreamId};
 

@@ -9,3 +9,4 @@ mod driver_pool;
 mod panics;
 mod pluggable;
 mod racing_captures;
+mod racing_sleeps;

@@ -20,7 +20,7 @@ use crate::memory::limit::Limits;
 use crate::memory::paged::spin_lock::{SpinGuard, SpinLock};
 use crate::memory::report::{EntryDetails, HistoryFlags};
 use crate::memory::scopes::Scopes;
-use crate::memory::{Allocation, HistoryOptions, MemPoolId, Observers, Settings, StackLevel};
+use crate::memory::{HistoryOptions, MemPoolId, Observers, Settings, StackLevel};
 use crate::unwind::drop_user_value;
 use crate::{Device, Error, Instance, Result, lock};
 
@@ -28,8 +28,6 @@ use crate::{Device, Error, Instance, Result, lock};
 pub(super) struct Shared {
     instance: Instance,
     observers: Observers,
-    /// Whether the driver tracks suballocations.
-    tracks_suballocations: bool,
     settings: Mutex<Arc<Settings>>,
     captures: CaptureCount,
     /// Classes of streams, for the sizes of their expandable segments.
@@ -41,7 +39,6 @@ impl Shared {
         Self {
             instance: instance.clone(),
             observers: Observers::default(),
-            tracks_suballocations: instance.driver().tracks_suballocations(),
             settings: Mutex::new(Arc::new(settings)),
             captures: CaptureCount::default(),
             stream_classes: StreamClasses::default(),
@@ -56,11 +53,6 @@ impl Shared {
     #[inline]
     pub(super) fn observers(&self) -> &Observers {
         &self.observers
-    }
-
-    #[inline]
-    pub(super) fn tracks_suballocations(&self) -> bool {
-        self.tracks_suballocations
     }
 
     /// The settings in force; the default ones in a forked child, where they may be locked for ever.
@@ -120,7 +112,7 @@ impl CachingDevice {
             rdma: properties.rdma,
             share: properties.share_posix_fd.then_some(ShareKind::PosixFd),
             virtual_memory: properties.virtual_memory,
-            state: SpinLock::new(DeviceState::new(device.id(), policy)),
+            state: SpinLock::new(DeviceState::new(device.id(), policy, shared.instance.driver())),
             slow: SlowLock::default(),
             limits: Mutex::new(limits),
             scopes: Scopes::default(),
@@ -287,14 +279,6 @@ impl CachingDevice {
             return Err(Error::StreamDevice { device: self.id, stream, owner: handle.device });
         }
         Ok(handle.raw.0)
-    }
-
-    /// Reports an allocation to a driver that tracks suballocations.
-    #[inline]
-    pub(super) fn report_allocated(&self, allocation: &Allocation) {
-        if self.shared.tracks_suballocations {
-            self.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);
-        }
     }
 }
 

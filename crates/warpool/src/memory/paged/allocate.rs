@@ -100,12 +100,13 @@ impl PagedDevice {
 
     /// The allocation of a block, with its entry in the history.
     #[inline]
-    fn finish(&self, heap: &mut Heap, number: u32, block: u32, details: &EntryDetails) -> Allocation {
+    pub(super) fn finish(&self, heap: &mut Heap, number: u32, block: u32, details: &EntryDetails) -> Allocation {
         let allocation = heap.allocation(block, self.id, BlockRef { heap: number, block }.pack());
         if !details.is_off() {
             heap.set_stack(block, details.stack.clone());
             self.record(Action::Alloc, allocation.ptr.0, allocation.bytes_requested, heap, details);
         }
+        self.report_allocated(&allocation);
         allocation
     }
 
@@ -133,6 +134,7 @@ impl PagedDevice {
             on_oom: false,
         };
         let has_segments = !pool.is_default() && lock(&self.pools).has_segments(pool);
+        let finish = |block: u32| self.finish(&mut self.heaps.get(number).lock(), number, block, details);
         let allocate = |on_oom: bool| {
             // A callback, or the completion of pending frees, may have used other heaps.
             self.using(number);
@@ -142,12 +144,12 @@ impl PagedDevice {
                 self.using(number);
                 allocated
             } else {
-                fill::allocate(self, FillRequest { on_oom, ..fill }, details)
+                let filled = fill::allocate(self, FillRequest { on_oom, ..fill }, details);
+                filled.map(|filled| filled.map(finish))
             }
         };
-        let finish = |block: u32| self.finish(&mut self.heaps.get(number).lock(), number, block, details);
         let outcome = match allocate(false)? {
-            Ok(block) => return Ok(finish(block)),
+            Ok(allocation) => return Ok(allocation),
             Err(why) => {
                 if pool.is_default()
                     && let Some(found) = self.search_for_oom(request, details)
@@ -184,7 +186,7 @@ impl PagedDevice {
             }
         };
         self.drop_removed();
-        outcome.map(finish).map_err(|cause| self.out_of_memory(request, number, cause, capturing, details))
+        outcome.map_err(|cause| self.out_of_memory(request, number, cause, capturing, details))
     }
 
     /// The search of a request that was routed already.
@@ -275,9 +277,6 @@ impl PagedAllocator {
                 }
             }
         };
-        if device.shared().tracks_suballocations {
-            device.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);
-        }
         if !details.is_off() {
             let unwinds = OnUnwind::new(|| {
                 device.free_allocation(&allocation, Fences::Later);

@@ -174,6 +174,7 @@ impl PagedDevice {
             let allocation = heap.allocation(id, self.id, slot);
             heap.set_stack(id, details.stack.clone());
             self.record(Action::Alloc, saved.ptr, saved.requested, heap, details);
+            self.report_allocated(&allocation);
             allocated.push(allocation);
         }
         Ok(Some(Restored { freed, allocated }))
@@ -213,11 +214,6 @@ impl PagedAllocator {
         });
         pending.into_iter().for_each(|key| owner.fence(key));
         ended.into_iter().for_each(|(number, stream)| device.end_of_stream(number, stream, Fences::Now, &details));
-        if device.shared().tracks_suballocations {
-            for allocation in &restored.allocated {
-                self.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);
-            }
-        }
         device.report();
         unwinds.disarm();
         Ok(restored)

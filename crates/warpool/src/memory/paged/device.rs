@@ -29,8 +29,8 @@ use crate::memory::report::{EntryDetails, HistoryFlags, HistoryRecorder};
 use crate::memory::scopes::Scopes;
 use crate::memory::stream_fence::StreamFences;
 use crate::memory::{
-    Action, HistoryOptions, MemPoolId, Observers, Request, SegmentKind, Settings, SizeRules, StackLevel, StatByKind,
-    Stats,
+    Action, Allocation, HistoryOptions, MemPoolId, Observers, Request, SegmentKind, Settings, SizeRules, StackLevel,
+    StatByKind, Stats,
 };
 use crate::unwind::drop_user_value;
 use crate::{Device, Instance, Result, lock};
@@ -394,6 +394,25 @@ impl PagedDevice {
 
 /// Captures and pending frees.
 impl PagedDevice {
+    /// Reports an allocation to a driver that tracks suballocations: under the heap's lock, so that no other thread sees
+    /// a block as allocated which is not reported yet.
+    #[inline]
+    pub(super) fn report_allocated(&self, allocation: &Allocation) {
+        if self.shared.tracks_suballocations {
+            self.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);
+        }
+    }
+
+    /// Reports that a block is about to be freed. Memory of a private pool may be a graph's, whose replays go on using
+    /// it.
+    #[inline]
+    pub(super) fn report_free(&self, heap: &Heap, block: u32) {
+        if self.shared.tracks_suballocations && heap.pool.is_default() {
+            let block = heap.block(block);
+            self.driver().suballocation_freed(DevicePtr(block.addr()), block.bytes());
+        }
+    }
+
     /// Whether nobody is told of allocations and frees.
     #[inline]
     pub(super) fn is_unobserved(&self) -> bool {

@@ -44,9 +44,6 @@ impl PagedDevice {
     fn free(&self, number: u32, find: impl Fn(&Heap) -> Option<u32>, fences: Fences) -> Outcome {
         self.using(number);
         let cell = self.heaps.get(number);
-        if self.shared().tracks_suballocations && !self.report_freed(number, &find) {
-            return Outcome::Unknown;
-        }
         let details = {
             // A hook that collects stacks may panic: the block is freed all the same.
             let unwinds = OnUnwind::new(|| {
@@ -93,6 +90,7 @@ impl PagedDevice {
             return (Outcome::Held, None);
         }
         let (addr, requested) = (heap.block(block).addr(), heap.block(block).requested());
+        self.report_free(heap, block);
         let stack = heap.stack(block).cloned();
         let details = &*details.of_free(stack.as_ref());
         match heap.free(block) {
@@ -114,21 +112,6 @@ impl PagedDevice {
             Fences::Now => pending.fence(key),
             Fences::Later => stream_fence::fence_later(&pending, key),
         }
-    }
-
-    /// Reports a free to a driver that tracks suballocations, before another request can get the memory. `false` if
-    /// there is no such block. Memory of a private pool may be a graph's, whose replays go on using it.
-    #[cold]
-    fn report_freed(&self, number: u32, find: &impl Fn(&Heap) -> Option<u32>) -> bool {
-        let heap = self.heaps.get(number).lock();
-        let Some(block) = find(&heap) else { return false };
-        let (addr, bytes) = (heap.block(block).addr(), heap.block(block).bytes());
-        let reports = heap.pool.is_default() && !heap.is_held(block);
-        drop(heap);
-        if reports {
-            self.driver().suballocation_freed(DevicePtr(addr), bytes);
-        }
-        true
     }
 
     /// Frees what starts at `ptr`.

@@ -15,7 +15,7 @@ use super::pools::{SegmentSource, Takeable};
 use crate::capture::RelaxedMode;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence;
-use crate::memory::{Action, MemPoolId, OomCause, Request, SegmentKind, SizeRules};
+use crate::memory::{Action, Allocation, MemPoolId, OomCause, Request, SegmentKind, SizeRules};
 use crate::unwind::OnUnwind;
 use crate::{Error, Result, lock};
 
@@ -29,7 +29,7 @@ pub(super) fn allocate(
     pool: MemPoolId,
     number: u32,
     details: &EntryDetails,
-) -> Result<OrOom<u32>> {
+) -> Result<OrOom<Allocation>> {
     let Some((source, no_split)) = lock(&device.pools).segment_source(pool) else {
         return Err(Error::PoolReleased { pool });
     };
@@ -59,15 +59,16 @@ pub(super) fn allocate(
             let on_device = table.add_segment(ptr.0, bytes, number, kind, source.clone());
             let (range, block) = heap.add_segment(kind, on_device, ptr.0, bytes, request.bytes, no_split);
             device.record(Action::SegmentAlloc, ptr.0, bytes, &heap, details);
+            let allocation = device.finish(&mut heap, number, block, details);
             drop(heap);
             device.space.add_segment(ptr.0, bytes, location(range));
-            Some(block)
+            Some(allocation)
         } else {
             None
         }
     };
     match added {
-        Some(block) => Ok(Ok(block)),
+        Some(allocation) => Ok(Ok(allocation)),
         None => {
             // The pool was removed meanwhile.
             put(device, &source, ptr, bytes, request.stream)?;

@@ -39,10 +39,7 @@ impl CachingAllocator {
             allocated.ok().flatten().into_iter().for_each(|allocation| state.abandon(&allocation, &details));
         })?;
         match allocated {
-            Some(allocation) => {
-                device.report_allocated(&allocation);
-                Ok(allocation)
-            }
+            Some(allocation) => Ok(allocation),
             None => refuse("no free block of that stream and pool contains it"),
         }
     }

@@ -37,9 +37,6 @@ impl CachingDevice {
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the hot path; see `Freed`")]
     fn free(&self, to_free: ToFree<'_>, fence: impl FnOnce(&Self, BlockKey, &EntryDetails)) -> Freed {
-        if self.shared().tracks_suballocations() && !self.report_free(to_free) {
-            return Freed::Unknown;
-        }
         if self.collects_details() {
             return self.free_recorded(to_free, fence);
         }
@@ -80,23 +77,6 @@ impl CachingDevice {
         freed
     }
 
-    /// Reports a free to a driver that tracks suballocations, before another request can get the block. Memory of a
-    /// private pool may be a graph's, whose replays go on using what its capture freed. Returns whether there is one.
-    #[cold]
-    fn report_free(&self, to_free: ToFree<'_>) -> bool {
-        let found = self.read(|state| {
-            let block = to_free.find(state.heap())?;
-            let entry = state.heap().block(block);
-            let pool = state.heap().block_pool_of(entry.segment()).pool();
-            Some((state.allocation(block), pool, entry.is_held()))
-        });
-        let Some((allocation, pool, is_held)) = found else { return false };
-        if pool.is_default() && !is_held {
-            self.driver().suballocation_freed(allocation.ptr, allocation.bytes);
-        }
-        true
-    }
-
     /// Frees the block that starts at `ptr`, if one does.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the hot path; see `Freed`")]
@@ -123,6 +103,7 @@ fn free_found(state: &mut DeviceState, to_free: ToFree<'_>, details: &EntryDetai
     if state.heap().block(block).is_held() {
         return (Freed::Held, block);
     }
+    state.report_free(block);
     (if state.free(block, details) { Freed::Pending } else { Freed::Completed }, block)
 }
 
@@ -195,8 +176,6 @@ impl CachingAllocator {
                 state.allocate_plain(pool, request.stream, request.bytes)?
             }
         };
-        drop(state);
-        device.report_allocated(&allocation);
         Some(allocation)
     }
 
@@ -251,17 +230,12 @@ impl CachingAllocator {
                 Search::Pending | Search::Refused(_) => None,
             });
             match search {
-                Search::Found(allocation) => {
-                    device.report_allocated(&allocation);
-                    return Ok(allocation);
-                }
+                Search::Found(allocation) => return Ok(allocation),
                 Search::NotFound(request) => {
                     let visit = PoolVisit::entered(device, pool);
                     let outcome = slow_path::allocate(device, &request, capturing, &details);
                     drop(visit);
-                    let allocation = outcome?;
-                    device.report_allocated(&allocation);
-                    return Ok(allocation);
+                    return outcome;
                 }
                 Search::Pending => PendingFrees::new(device, &details).process()?,
                 Search::Refused(error) => {

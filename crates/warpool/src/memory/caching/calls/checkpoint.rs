@@ -51,9 +51,6 @@ impl CachingAllocator {
         if let Err(error) = PendingFrees::new(device, &details).process_all() {
             tracing::warn!(%error, "no fence could be recorded for a freed block; it is retried");
         }
-        for &allocation in &restored.allocated {
-            device.report_allocated(&allocation);
-        }
         Ok(restored)
     }
 

@@ -199,6 +199,7 @@ impl DeviceState {
             for range in used[first..].iter().take_while(|range| range.start < saved.end()) {
                 self.add_uses(block, &range.uses);
             }
+            self.report_allocated(&allocation);
             allocation
         };
         Ok(checkpoint.blocks.iter().filter(|saved| !held.contains(&saved.ptr)).map(allocate).collect())

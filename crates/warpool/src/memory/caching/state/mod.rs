@@ -1,5 +1,6 @@
 //! The state of one device: the heap, the pools, pending frees, statistics and history. Every method is one step under
-//! the device's lock. No driver calls here.
+//! the device's lock. No driver calls here, but for the reports to a driver that tracks suballocations: under the lock, so
+//! that no other thread sees a block as allocated which is not reported yet.
 
 mod checkpoint;
 mod counters;
@@ -10,7 +11,9 @@ mod recent;
 mod segments;
 mod snapshot;
 
-use warpool_driver::{DeviceId, DevicePtr, StreamId};
+use std::sync::Arc;
+
+use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
 
 pub(super) use self::checkpoint::StreamOrder;
 use self::counters::Counters;
@@ -44,6 +47,8 @@ pub(super) struct DeviceState {
     recent: Option<Recent>,
     /// What upstreams are being asked for.
     upstream_bytes_in_flight: u64,
+    /// The driver, if it tracks suballocations.
+    tracker: Option<Arc<dyn Driver>>,
 }
 
 /// The result of a search for a cached block.
@@ -58,7 +63,7 @@ pub(super) enum Search {
 }
 
 impl DeviceState {
-    pub(super) fn new(device: DeviceId, policy: Policy) -> Self {
+    pub(super) fn new(device: DeviceId, policy: Policy, driver: &Arc<dyn Driver>) -> Self {
         let mut heap = Heap::new(policy.free_block_order);
         Self {
             device,
@@ -72,6 +77,7 @@ impl DeviceState {
             retries: DriverRetries::default(),
             recent: None,
             upstream_bytes_in_flight: 0,
+            tracker: driver.tracks_suballocations().then(|| Arc::clone(driver)),
         }
     }
 
@@ -167,6 +173,7 @@ impl DeviceState {
         let request = self.request_in(block_pools, pool, stream, requested);
         let taken = self.heap.take_best_fit(&request, &self.policy.sizes)?;
         let allocation = self.allocate_taken(&taken, requested, stream, EntryDetails::not_recorded());
+        self.report_allocated(&allocation);
         self.set_recent(pool, allocation, taken);
         Some(allocation)
     }
@@ -200,7 +207,9 @@ impl DeviceState {
             self.heap.count_search(request.block_pool);
         }
         let taken = self.heap.take_best_fit(request, &self.policy.sizes)?;
-        Some(self.allocate_taken(&taken, request.requested, request.stream, details))
+        let allocation = self.allocate_taken(&taken, request.requested, request.stream, details);
+        self.report_allocated(&allocation);
+        Some(allocation)
     }
 
     /// Allocates a free block of a pool that lends its memory to the default pool.
@@ -226,7 +235,9 @@ impl DeviceState {
         details: &EntryDetails,
     ) -> Allocation {
         let taken = self.heap.split_for(block, request, &self.policy.sizes);
-        self.allocate_taken(&taken, request.requested, request.stream, details)
+        let allocation = self.allocate_taken(&taken, request.requested, request.stream, details);
+        self.report_allocated(&allocation);
+        allocation
     }
 
     /// Allocates at `ptr`, in a free block that contains all of the request.
@@ -283,6 +294,25 @@ impl DeviceState {
             stream,
             slot: Heap::slot(taken.block),
             generation,
+        }
+    }
+
+    /// Reports an allocation to a driver that tracks suballocations.
+    #[inline]
+    fn report_allocated(&self, allocation: &Allocation) {
+        if let Some(tracker) = &self.tracker {
+            tracker.suballocated(allocation.ptr, allocation.bytes, allocation.stream);
+        }
+    }
+
+    /// Reports that an allocated block is about to be freed to a driver that tracks suballocations. Memory of a private
+    /// pool may be a graph's, whose replays go on using what its capture freed.
+    #[inline]
+    pub(super) fn report_free(&self, key: BlockKey) {
+        let Some(tracker) = &self.tracker else { return };
+        let block = self.heap.block(key);
+        if self.heap.block_pool_of(block.segment()).pool().is_default() {
+            tracker.suballocation_freed(DevicePtr(block.ptr()), block.size());
         }
     }
 

@@ -84,7 +84,9 @@ impl DeviceState {
         if !crate::defect::Defect::RecentKeepsGeneration.is_on() {
             recent.allocation.generation = recent.allocation.generation.wrapping_add(1);
         }
-        Some(recent.allocation)
+        let allocation = recent.allocation;
+        self.report_allocated(&allocation);
+        Some(allocation)
     }
 
     /// Frees the last block, if it is that one and was not freed yet.
@@ -94,6 +96,8 @@ impl DeviceState {
         match &mut self.recent {
             Some(recent) if !recent.freed && to_free.is(&recent.allocation) => {
                 recent.freed = true;
+                let block = recent.taken.block;
+                self.report_free(block);
                 true
             }
             _ => false,
