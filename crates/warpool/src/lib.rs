@@ -99,3 +99,13 @@ pub use typed::{DeviceVec, PinnedVec};
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct ReadmeExamples;
+
+/// The same for `docs/rust.md`.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/rust.md")]
+struct RustExamples;
+
+/// The same for `docs/simulated-gpu.md`.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/simulated-gpu.md")]
+struct SimulatedGpuExamples;
