@@ -1,6 +1,6 @@
 //! Ids and addresses: newtyped numbers, so that a stream cannot be passed for an event.
 //!
-//! A driver never reuses an id, even where the raw handle behind it is reused: a stale id is an error
+//! A driver never reuses an id, even if the raw handle is reused: a stale id is an error
 //! ([`ErrorCode::InvalidHandle`](crate::ErrorCode::InvalidHandle)), never another object.
 
 use std::fmt;
@@ -92,7 +92,7 @@ impl ForeignStream {
     /// - If it captures, or is made to capture, outside of that driver: while a call of the driver reads or changes the
     ///   capture (`capture_dependencies`, `capture_topology`, `conditional_create`, `conditional_begin`), no work is
     ///   put into the capture, and it is not ended, outside of the driver. Modules whose kernels the driver put into
-    ///   the capture stay loaded as long as graphs and executables made of it exist.
+    ///   the capture stay loaded as long as graphs and executables made from the capture exist.
     #[must_use]
     pub const unsafe fn new(raw: RawHandle) -> Self {
         Self(raw)

@@ -220,7 +220,8 @@ impl SimDriver {
         state
     }
 
-    /// Lets virtual time pass until `is_over`, which is true once all of `awaited` is done. What of it is paused runs.
+    /// Lets virtual time pass until `is_over`, which is true once all of `awaited` is done. Paused operations among
+    /// them run.
     pub(in crate::sim) fn wait<'a>(
         &'a self,
         mut state: Guard<'a>,

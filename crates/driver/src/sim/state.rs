@@ -187,7 +187,7 @@ impl SimState {
         }
     }
 
-    /// One user of a template less. With the last one, the addresses that its nodes allocated are released.
+    /// Drops one reference to a template. The last one releases the addresses that its nodes allocated.
     pub fn release_template(&mut self, template: Arc<Template>) {
         let Ok(template) = Arc::try_unwrap(template) else { return };
         self.captures.graph_destroyed();
@@ -314,7 +314,7 @@ impl SimState {
         }
     }
 
-    /// How long a kernel takes by its own account, or else by the cost model.
+    /// How long a kernel takes: by its own `nanos` function if it has one, else by the cost model.
     pub fn kernel_nanos(&self, kernel: &KernelWork) -> u64 {
         match kernel.host.nanos {
             Some(nanos) => nanos(&kernel.shape, &kernel.args),

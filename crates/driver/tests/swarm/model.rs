@@ -51,7 +51,7 @@ pub enum ConflictKind {
     Free,
     /// An access after an allocator freed the bytes; for a launch, also if the bytes were freed since its capture.
     Freed,
-    /// An access that a new owner is not behind.
+    /// An access that the work of the block's new owner is not ordered after.
     Reused,
 }
 

@@ -18,7 +18,7 @@ use crate::{
     BlasMath, Call, DeviceId, DevicePtr, ErrorCode, HandleId, Libraries, Library, RawHandle, Result, Sgemm, StreamId,
 };
 
-/// What the address of a workspace must be a multiple of.
+/// The alignment of a workspace.
 const WORKSPACE_ALIGNMENT: u64 = 256;
 
 impl SimDriver {

@@ -186,8 +186,8 @@ impl Memory {
         }
     }
 
-    /// Resolves the start of a range, and checks and records the access to as much of it as lies in one backing memory,
-    /// which is returned.
+    /// Resolves the start of a range, and checks and records the access to the part that lies in one backing memory.
+    /// Returns that part.
     fn access(
         &mut self,
         ptr: DevicePtr,

@@ -181,7 +181,7 @@ impl Memory {
         self.pools.trim_to_thresholds(device, &mut self.capacity);
     }
 
-    /// Adds what there is to `counts`.
+    /// Adds the objects of this memory to `counts`.
     pub fn count(&self, counts: &mut ObjectCounts) {
         counts.physical = self.physical.len();
         counts.pools = self.pools.created();

@@ -8,7 +8,7 @@ use crate::sim::refuse::refuse;
 use crate::sim::table::{Missing, Table};
 use crate::{Access, DeviceId, ErrorCode, PoolAttribute as Attribute, PoolId, Result};
 
-/// What a pool grows by, as measured on an H200.
+/// A pool reserves multiples of this, as measured on an H200.
 const GROWTH_UNIT: u64 = 32 << 20;
 
 /// A pool.

@@ -1,5 +1,5 @@
 //! Counts remapping: mapping physical memory that was mapped before, at this or another address. The first mapping of
-//! new memory is growth and does not count.
+//! new memory does not count.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ pub struct RemapCounts {
     pub time: Duration,
 }
 
-/// Which mapping of its memory one is, from 1.
+/// The number of a mapping among all mappings of its memory, from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct MappingNumber(u64);
 
@@ -26,7 +26,7 @@ pub struct MappingNumber(u64);
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MappingHistory {
     mappings: u64,
-    /// When its newest mapping was unmapped: the period.
+    /// The period in which its newest mapping was unmapped.
     newest_unmapped_in: Option<u64>,
 }
 

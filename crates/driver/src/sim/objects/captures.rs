@@ -219,7 +219,7 @@ impl Captures {
         Vec::new()
     }
 
-    /// Captures work of call number `at` as a node behind the stream's last ones.
+    /// Captures work of call number `at` as a node that depends on the stream's last nodes.
     pub fn add_node(&mut self, stream: StreamId, work: Work, nanos: u64, at: u64) -> Result<()> {
         let Membership { capture, dependencies } = self.valid_membership(stream)?;
         if let Work::Callback(callback) = &work {

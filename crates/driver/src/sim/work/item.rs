@@ -22,7 +22,7 @@ pub struct KernelWork {
 /// What there is to do.
 #[derive(Clone)]
 pub enum Work {
-    /// Nothing: a position in the order.
+    /// No work: a position in stream order.
     Marker,
     Record(EventId),
     Fill {
