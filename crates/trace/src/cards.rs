@@ -1,8 +1,8 @@
 //! How much memory common cards have, and which card a recording was made on.
 //!
-//! A recording does not contain the size of the device. What it has is the free memory at an out-of-memory event: with
-//! what was reserved then, that is what the device had for the program, and the card has a context more. This names a
-//! card only where that fits; where others use part of the card, or the table lacks it, the card stays unknown.
+//! A recording does not contain the size of the device. It contains the free memory at an out-of-memory event. Free
+//! plus reserved memory is what the device had for the program, and the card has that plus a context. A card is named
+//! only if that matches; if others use part of the card, or the table lacks it, the card stays unknown.
 
 use std::fmt;
 
@@ -100,7 +100,7 @@ impl Card {
         }
     }
 
-    /// What this card reports, if it has that much for one program and a context beside it.
+    /// The total that this card reports, if it has that much for one program and a context.
     fn total_with(&self, bytes_usable: u64) -> Option<u64> {
         let [least, usual, most] = self.mib.map(|mib| mib * MIB);
         let least = least.max(bytes_usable.saturating_add(CONTEXT_LEAST));
@@ -109,7 +109,7 @@ impl Card {
     }
 }
 
-/// Of a name what counts: `RTX 4090` is `rtx4090`.
+/// The part of a name that is compared: `RTX 4090` is `rtx4090`.
 fn letters(name: &str) -> String {
     name.chars().filter(char::is_ascii_alphanumeric).map(|letter| letter.to_ascii_lowercase()).collect()
 }
@@ -141,7 +141,7 @@ impl std::error::Error for UnknownCard {}
 pub struct DeviceMemory {
     /// What CUDA reports; `None` if it is not known.
     pub bytes_total: Option<u64>,
-    /// It has at least this: what was used of it, and what was free beside.
+    /// It has at least this: the memory that was used plus the memory that was free.
     pub bytes_at_least: u64,
     /// Where the total comes from.
     pub origin: DeviceOrigin,
@@ -170,7 +170,8 @@ impl DeviceMemory {
         let bytes_at_least = bytes_usable.unwrap_or(0).max(bytes_reserved);
         let unknown = Self { bytes_at_least, ..Self::default() };
         let Some(usable) = bytes_usable else { return unknown };
-        // With less free than at another time, others use part of it, and its size does not follow.
+        // With less usable than was reserved at another time, others use part of the device, and its size cannot be
+        // inferred.
         let usable = usable.max(bytes_reserved);
         let fitting = Card::ALL.iter().filter_map(|card| Some((card, card.total_with(usable)?)));
         let fitting: Vec<(&Card, u64)> = fitting.collect();
@@ -196,7 +197,7 @@ const CONTEXT_LEAST: u64 = 80 * MIB;
 /// NCCL and eager loading of modules bring it above 1 GiB.
 const CONTEXT_MOST: u64 = 3 * GIB / 2;
 
-/// Cards that may be the one differ in their totals by less than this part, or the total is not known.
+/// If the matching cards differ in their totals by more than one part in this many, the total is not known.
 const TOTALS_DIFFER_BY: u64 = 50;
 
 /// The name of one card, or the size of several with some of their names.
@@ -217,7 +218,7 @@ fn in_words(gigabytes: u32, names: &[&str]) -> String {
 pub enum DeviceOrigin {
     /// The user named it.
     Argument,
-    /// What the recording says at an out-of-memory event fits one size of cards.
+    /// The numbers of an out-of-memory event match one size of cards.
     Inferred,
     /// It is not known.
     #[default]

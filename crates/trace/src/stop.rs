@@ -1,4 +1,4 @@
-//! A flag that ends a replay early, from another thread: someone who waits for an answer may change their mind.
+//! A flag that ends a replay early, from another thread.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

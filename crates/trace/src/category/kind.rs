@@ -1,4 +1,4 @@
-//! What kind of memory a block is, as people who train and serve models speak of it.
+//! The categories of memory, in the terms of people who train and serve models.
 
 /// What kind of memory a block is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -15,7 +15,7 @@ pub enum Category {
     Temporaries,
     /// Batches: tensors that the program makes or copies to the device outside of the model.
     Inputs,
-    /// Nothing in the recording tells.
+    /// Not known from the recording.
     #[default]
     Unknown,
 }

@@ -1,5 +1,5 @@
-//! What to do, as somebody who knows PyTorch's memory would say it: the simplest that works first, with what it saves,
-//! how to apply it, and how that is known (by replays, or by arithmetic that is shown).
+//! Advice, the simplest change that works first, with what it saves, how to apply it, and how that is known (by
+//! replays, or by arithmetic that is shown).
 
 use super::fits::{Change, Fit, OVERHEAD_MIN};
 use super::verdict::{Judgement, Verdict, limit_text};
@@ -96,7 +96,7 @@ pub struct Advice {
 
 /// How to set settings of PyTorch.
 const VARIABLE: &str = "PYTORCH_CUDA_ALLOC_CONF";
-/// Another allocator is worth its installation if it saves so much more than PyTorch's own settings.
+/// Another allocator is worth its installation if it saves this much more than PyTorch's own settings.
 const MATERIAL_MIN: u64 = 256 << 20;
 const MATERIAL_SHARE: u64 = 50;
 
@@ -128,7 +128,8 @@ pub(super) fn advise(explanation: &Explanation, judgement: &Judgement, options: 
     advice
 }
 
-/// What must go for the program to fit: beyond what the allocator could get, or beyond the device that was asked about.
+/// How many bytes too many the program needs: beyond what the allocator could get, or beyond the device that was asked
+/// about.
 fn missing(explanation: &Explanation, judgement: &Judgement) -> u64 {
     let Some(on) = explanation.on_device else { return judgement.missing };
     let usable = on.bytes_total.saturating_sub(crate::replay::bytes_context());
@@ -161,7 +162,7 @@ fn leak(explanation: &Explanation) -> Option<Advice> {
     })
 }
 
-/// What to write where something is kept.
+/// The code to write where something is kept.
 fn what_to_keep(holder: &Holder) -> String {
     let kept = match holder.category {
         Category::Activations | Category::Temporaries | Category::Unknown => {
@@ -298,7 +299,7 @@ fn smaller_program(explanation: &Explanation, missing: u64) -> Vec<Advice> {
         proof: Proof::Arithmetic,
     };
     let mut advice = Vec::new();
-    // What grows with the batch; a twentieth for what does not shrink along.
+    // The memory that grows with the batch, less a twentieth for what does not shrink with it.
     let per_batch = of(Category::Activations) + of(Category::Temporaries) + of(Category::Inputs);
     let must_go = missing + missing / 20;
     if per_batch > must_go {
@@ -366,7 +367,7 @@ fn smaller_program(explanation: &Explanation, missing: u64) -> Vec<Advice> {
             saved,
         ));
     }
-    // Of those that are known to fit, the one that changes least first; they are in that order already.
+    // Advice that is known to fit comes first. The smallest change comes first already, and the sort is stable.
     advice.sort_by_key(|advice| advice.fits != Some(true));
     advice
 }

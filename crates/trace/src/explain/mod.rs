@@ -63,11 +63,11 @@ pub struct ExplainOptions<'a> {
     pub at: MomentChoice,
     /// Which code is not the program's own.
     pub frameworks: Frameworks,
-    /// The recording is of another program than PyTorch: its settings are no remedy.
+    /// The recording is not of PyTorch, so PyTorch's settings are not suggested.
     pub not_of_pytorch: bool,
     /// Lists the allocated blocks of the moment one by one: see [`Moment::blocks`].
     pub lists_blocks: bool,
-    /// Leaves out what would have fitted, which takes replays.
+    /// Skips the changes that would have made it fit, since they take replays.
     pub skips_fits: bool,
     /// In how many orders of addresses each change is replayed; `None` is 8.
     pub address_orders: Option<u32>,
@@ -86,13 +86,13 @@ pub struct ExplainOptions<'a> {
 pub struct Explanation {
     /// The device.
     pub device: u32,
-    /// The device's memory; `None` if it is not known. The parts then add up to what is known of it.
+    /// The device's memory. `None` if it is not known: then the parts add up to the known part.
     pub device_bytes_total: Option<u64>,
     /// Where that comes from.
     pub device_origin: DeviceOrigin,
     /// The card, or those that it may be.
     pub device_name: Option<String>,
-    /// Why the last request ran out of memory that did.
+    /// Why the last failed request ran out of memory.
     pub verdict: Verdict,
     /// The numbers for the verdict, in sentences.
     pub evidence: Vec<String>,
@@ -342,8 +342,8 @@ pub(crate) fn explain_device(
     Ok(explanation)
 }
 
-/// Whether what grew is kept from earlier periods: at least half of it is older than the last period. Where each period
-/// only needs more than the one before, as with larger and larger batches, all of it is younger.
+/// Whether the growth is memory kept from earlier periods: at least half of it is older than the last period. If each
+/// period merely needs more than the one before, as with larger and larger batches, all of it is younger.
 fn is_kept(growth: &Growth, periods: &[usize], state: &HeapState) -> bool {
     let earlier = periods[growth.first]..periods[growth.last - 1];
     let kept = state.blocks.iter().filter(|block| block.event.is_some_and(|event| earlier.contains(&(event as usize))));
@@ -351,7 +351,7 @@ fn is_kept(growth: &Growth, periods: &[usize], state: &HeapState) -> bool {
 }
 
 /// Whether the periods are iterations of the program: its modules are called in each of them. The layers of one model
-/// repeat each other too, and a forward pass keeps what each of them computes.
+/// are a repetition too, and a forward pass keeps what each of them computes.
 fn are_iterations(growth: &Growth, periods: &[usize], categories: &Categories) -> bool {
     let calls = categories.module_calls_between(periods[growth.first], periods[growth.last]);
     calls.is_none_or(|calls| calls + 1 >= growth.last - growth.first)
@@ -359,9 +359,9 @@ fn are_iterations(growth: &Growth, periods: &[usize], categories: &Categories) -
 
 /// The device of an explanation.
 struct Device {
-    /// The recorded one, as far as it is known.
+    /// The recorded device, as far as it is known.
     memory: DeviceMemory,
-    /// Another one, of which is asked whether the program fits on it.
+    /// Another device, if the question is whether the program fits on it.
     asked: Option<u64>,
 }
 
@@ -379,7 +379,7 @@ impl Device {
     }
 }
 
-/// What names blocks.
+/// The tables that name and categorize blocks.
 struct Naming<'a> {
     sites: CallSites<'a>,
     categories: BlockCategories<'a>,
@@ -421,13 +421,13 @@ fn explain_moment(
     }
 }
 
-/// What the device had free at an out-of-memory event. More than any device has is no size.
+/// What the device had free at an out-of-memory event. A number larger than any device is not a size.
 fn device_free(bytes: u64) -> Option<u64> {
     Some(bytes).filter(|&bytes| bytes < 1 << 50)
 }
 
 fn device_parts(state: &HeapState, request: Option<&RequestInfo>, device: &Device, device_free: Option<u64>) -> Parts {
-    // Of an unknown device the parts are those that are known.
+    // For an unknown device the parts are those that are known.
     Parts::new(state, request, device.memory.bytes_total.unwrap_or(0), device_free, bytes_context())
 }
 
@@ -475,7 +475,7 @@ fn on_device(
     Ok(OnDevice { bytes_total, orders: report.orders, oom_event, oom_bytes })
 }
 
-/// A history that shows little.
+/// Adds remarks about a history that shows little.
 fn remark_on_history(replay: &DeviceReplay<'_>, explanation: &mut Explanation) {
     const EVENTS_FEW: usize = 16;
     let count = replay.events().iter().filter(|event| !matches!(event.action, Action::Snapshot)).count();
@@ -492,7 +492,7 @@ fn remark_on_history(replay: &DeviceReplay<'_>, explanation: &mut Explanation) {
     }
 }
 
-/// Of a full device whose size is not known, nothing can be said about what others use of it.
+/// Remarks that the use by others is unknown if the device was full and its size is not known.
 fn remark_on_device(explanation: &mut Explanation) {
     let moment = explanation.moment();
     let Some(FailedRequest { bytes_segment, device_free: Some(free), .. }) = moment.request else { return };

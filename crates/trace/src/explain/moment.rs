@@ -102,7 +102,7 @@ pub struct FailedRequest {
 pub struct Peak {
     /// The bytes.
     pub bytes: u64,
-    /// The first event after which there were as many; `None` before the first event.
+    /// The first event after which this was reached; `None` if it was before the first event.
     pub event: Option<u64>,
 }
 
@@ -125,7 +125,7 @@ pub struct Peaks {
     pub reserved: Peak,
 }
 
-/// What one pass over the history tells.
+/// The results of one pass over the history.
 pub(super) struct Survey {
     pub peaks: Peaks,
     /// The most reserved, and of these moments the one with the most allocated.
@@ -139,7 +139,7 @@ pub(super) struct Survey {
 }
 
 impl Survey {
-    /// With passes near the moments that it finds.
+    /// Also returns checkpoints near the moments that it finds.
     pub fn new<'a, 'r>(replay: &'a DeviceReplay<'r>) -> Result<(Self, Checkpoints<'a, 'r>), ReplayError> {
         let events = replay.events();
         let periods = periods::find(events);
@@ -181,7 +181,7 @@ impl Survey {
         is_oom || before != (self.peaks.allocated.bytes, self.most_reserved)
     }
 
-    /// The moments to explain, the one that counts last: its kind and its event.
+    /// The moments to explain, with their events. The last one is the one that counts.
     pub fn moments(&self, choice: MomentChoice, events: &[TraceEntry]) -> Vec<(MomentKind, Option<usize>)> {
         const MOMENTS_MAX: usize = 16;
         let allocated = || {
