@@ -170,8 +170,7 @@ impl DeviceMemory {
         let bytes_at_least = bytes_usable.unwrap_or(0).max(bytes_reserved);
         let unknown = Self { bytes_at_least, ..Self::default() };
         let Some(usable) = bytes_usable else { return unknown };
-        // With less usable than was reserved at another time, others use part of the device, and its size cannot be
-        // inferred.
+        // At least what was reserved at another time: others may have used part of the device at the failure.
         let usable = usable.max(bytes_reserved);
         let fitting = Card::ALL.iter().filter_map(|card| Some((card, card.total_with(usable)?)));
         let fitting: Vec<(&Card, u64)> = fitting.collect();

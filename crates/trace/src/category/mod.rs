@@ -65,7 +65,7 @@ impl Categories {
         Self { of_allocation, marks, forwards, kinds }
     }
 
-    /// The category of the allocation at an event; unknown if the event is no allocation.
+    /// The category of the allocation at event `at`, which must be an allocation; unknown beyond the last one.
     pub fn at(&self, events: &[TraceEntry], at: u32) -> (Category, Rule) {
         let Some(&first) = self.marks.get(at as usize / MARK_EVENTS) else { return Default::default() };
         let from = at as usize / MARK_EVENTS * MARK_EVENTS;

@@ -299,7 +299,8 @@ fn smaller_program(explanation: &Explanation, missing: u64) -> Vec<Advice> {
         proof: Proof::Arithmetic,
     };
     let mut advice = Vec::new();
-    // The memory that grows with the batch, less a twentieth for what does not shrink with it.
+    // The memory that grows with the batch. A twentieth more than is missing must go, since not all of it shrinks with
+    // the batch.
     let per_batch = of(Category::Activations) + of(Category::Temporaries) + of(Category::Inputs);
     let must_go = missing + missing / 20;
     if per_batch > must_go {

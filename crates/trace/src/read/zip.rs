@@ -19,7 +19,7 @@ pub(super) struct ZippedRecording<'a> {
     pub name: String,
     /// Its size in the archive.
     pub bytes: u64,
-    /// Bytes of it that have been read, before decompression.
+    /// Bytes of the recording that have been read, before decompression.
     pub bytes_read: Rc<Cell<u64>>,
 }
 

@@ -161,7 +161,7 @@ impl Conditions {
         let given_at = backend.len()..backend.len() + given.len();
         let Lint { problems, warnings, .. } = lint(&format!("{backend}{given}{limit}"));
         let is_given = |at: Option<usize>| at.is_some_and(|at| given_at.contains(&at));
-        // PyTorch refuses this combination; a replay ignores the entry.
+        // A program with this combination would not start; a replay ignores the entry.
         let excluded = "expandable_segments";
         let problems = problems.iter().filter(|_| !backend.is_empty() && names(given, excluded)).take(1);
         let problems =

@@ -18,13 +18,13 @@
 //! ```
 //!
 //! A what-if gets the recorded addresses as long as it requests the recorded segments. If it needs other segments, it
-//! is replayed with several address layouts, and so is the recorded program as a control: see [`AddressOrders`].
+//! is replayed in several address orders, and so is the recorded program as a control: see [`AddressOrders`].
 //!
 //! How: `infer/` reconstructs the state at the first event and infers what the recording does not contain, `plan/`
 //! makes steps of the events, `run/` performs the steps on a simulated device and compares, and `prove.rs` tries
-//! interpretations until one reproduces the recording. `device.rs` answers what-ifs from there: `conditions.rs` says
-//! what each is made with, `orders.rs` runs it in several orders of addresses, `run/rounds.rs` several
-//! times one after another.
+//! interpretations until one reproduces the recording. `device.rs` answers what-ifs from there: `conditions.rs`
+//! determines the conditions of each, `orders.rs` runs it in several orders of addresses, `run/rounds.rs` several times
+//! one after another.
 
 mod conditions;
 mod device;

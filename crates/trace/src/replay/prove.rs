@@ -207,7 +207,7 @@ struct Search<'a> {
 
 impl Search<'_> {
     /// Tries the simple interpretation first, then all that can be inferred: in both orders of free blocks, with and
-    /// without pauses as signs, with the likely limits, and at last with changes of `expandable_segments`. If none
+    /// without pauses as evidence, with the likely limits, and at last with changes of `expandable_segments`. If none
     /// reproduces the recording, returns the one with the most equal addresses.
     fn run(&self) -> Result<Proof, ReplayError> {
         if self.settings.backend == Backend::Paged {
@@ -378,8 +378,8 @@ impl Search<'_> {
         })
     }
 
-    /// The orders of free blocks, the likelier first. PyTorch names pools in its history from the version on in which
-    /// it changed the order.
+    /// The orders of free blocks, the likelier first. PyTorch names pools in its history since the version that changed
+    /// the order.
     fn orders(&self) -> [FreeBlockOrder; 2] {
         match self.recording.survey.names_pools {
             true => [FreeBlockOrder::Registration, FreeBlockOrder::Address],

@@ -41,7 +41,7 @@ pub struct ReplayReport {
     pub steady: Option<Steady>,
     /// The time the replay took, with all runs that were needed to reproduce the recording.
     pub replay_seconds: f64,
-    /// The part of it in which the requested run made its requests: without preparation, and without other runs.
+    /// The part of it that the requested run took for its requests, without preparation and without other runs.
     pub run_seconds: f64,
     /// How far the recorded settings reproduce the recording.
     pub fidelity: Fidelity,
@@ -51,12 +51,13 @@ pub struct ReplayReport {
     pub in_force: InForce,
     /// The result over several orders of addresses; the other figures are those of the worst of them.
     pub orders: AddressOrders,
-    /// The recorded program under the same freedom: recorded addresses up to the first segment that the what-if asked
-    /// for and the recording did not, and beyond it the same orders. `None` where addresses were as recorded, or do not
-    /// matter.
+    /// The recorded program in the same address orders: recorded addresses up to the first segment that the what-if
+    /// requested and the recording did not, then the same random ones. `None` where addresses were as recorded, or do
+    /// not matter.
     pub control: Option<AddressOrders>,
     /// The program several times one after another on one device, where that was asked for: what it needs in a longer
-    /// run. Between two rounds all is freed. It ends with the first round that ran out of memory before its end.
+    /// run. Everything is freed between two rounds. It ends with the first round that could not be completed for lack
+    /// of memory.
     pub rounds: Vec<Round>,
     /// Warnings about the result, such as a what-if on a recording that could not be reproduced.
     pub warnings: Vec<String>,
@@ -196,8 +197,8 @@ pub struct AddressOrders {
     pub peak_reserved_bytes_least: u64,
     /// The largest of them.
     pub peak_reserved_bytes_most: u64,
-    /// The least that was never reserved of what the allocator may reserve, among the orders that fit; `None` also if
-    /// the device is not known.
+    /// The least margin among the orders that fit: what the allocator may reserve, less its peak. `None` also if the
+    /// device is not known.
     pub margin_bytes_least: Option<u64>,
 }
 
@@ -210,7 +211,7 @@ impl AddressOrders {
 }
 
 /// The second half of the recorded time, in which most programs only repeat what they have done before: an allocator
-/// should need the driver less than at the start. A replay that stops early has counted only until there.
+/// should need the driver less than at the start. A replay that stops early has counted only up to that point.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Steady {
     /// Its length.
@@ -219,8 +220,8 @@ pub struct Steady {
     pub driver_calls: u64,
     /// The time of the driver calls by the simulated device's cost model.
     pub driver_seconds_modelled: f64,
-    /// The part of it that went into remapping: mapping physical memory that was mapped before, setting access to
-    /// these mappings, and unmapping the old ones. Mapping new memory for the first time is growth, not remapping.
+    /// The part of it that went into remapping: mapping physical memory that was mapped before, setting access to these
+    /// mappings, and unmapping the old ones. The first mapping of new memory is not remapping.
     pub remap_seconds_modelled: f64,
     /// Bytes that were remapped.
     pub bytes_remapped: u64,
@@ -253,7 +254,7 @@ pub enum Outcome {
     /// All events were replayed, and no request ran out of memory.
     #[default]
     Completed,
-    /// A request ran out of memory. If the recorded request did too, the replay went on behind it.
+    /// A request ran out of memory. If the recorded request did too, the replay went on after it.
     OutOfMemory {
         /// The event of the first such request, counted from 0.
         event: u64,

@@ -89,7 +89,7 @@ impl Search<'_, '_> {
         Ok(ample.orders.all_fit().then(|| needs(&ample)))
     }
 
-    /// Bisects in one address order, then searches upwards from there in all of them.
+    /// Bisects in one address order, then from the result upwards in all of them.
     fn smallest(&mut self, Needs { least, most }: Needs) -> Result<Option<SmallestDevice>, ReplayError> {
         /// How often a smaller device is taken, if it turns out to suffice after all.
         const TIMES_MAX: u32 = 3;
