@@ -7,7 +7,7 @@
 //! The checks of one subject are a suite ([`Suite`]). Suites are of two levels:
 //! - [`Level::Driver`]: the driver contract, one suite per subject. A check uses nothing but the contract.
 //! - [`Level::Resources`]: streams, events, allocators, handles, generators and graphs of the crate `warpool`. Each
-//!   check has an [`Instance`](warpool::Instance) of its own, and must leave nothing of it in use.
+//!   check has an [`Instance`](warpool::Instance) of its own, and must leave no object of that instance in use.
 //!
 //! # Run the checks on a driver
 //! Every implementation of [`Driver`](warpool_driver::Driver) is tested the same way, also a decorator around another

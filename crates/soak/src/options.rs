@@ -7,9 +7,9 @@ use crate::campaign::Campaign;
 /// How much to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Length {
-    /// Until so much time has passed; the program that runs then is completed.
+    /// Until this much time has passed; the running program is completed.
     Time(Duration),
-    /// So many programs of each campaign.
+    /// This number of programs of each campaign.
     Programs(u64),
     /// Only the program of that number, of each campaign.
     One(u64),

@@ -106,7 +106,7 @@ struct Ended {
 /// If `campaigns` is empty.
 pub fn run(options: &Options, on_progress: &mut dyn FnMut(&Progress)) -> Report {
     assert!(!options.campaigns.is_empty(), "a run needs a campaign");
-    // Of one program that is run again all steps are of interest.
+    // If one program is run alone, all its steps are kept.
     let steps = Steps::new(if matches!(options.length, Length::One(_)) { 100_000 } else { 60 });
     let (begin, running) = (Instant::now(), Running::default());
     let (sender, receiver) = mpsc::channel();
@@ -189,7 +189,7 @@ fn run_program(options: &Options, campaign: Campaign, program: u64, steps: &Step
     (context.counts, failed)
 }
 
-/// What has been received.
+/// The results received so far.
 struct Run<'a> {
     options: &'a Options,
     begin: Instant,

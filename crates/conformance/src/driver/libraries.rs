@@ -1,5 +1,5 @@
-//! Library handles: their life, their settings, and GEMM against a loop on the host. Matrices contain small integers,
-//! so that every device computes them exactly, whatever the order of the sums.
+//! Library handles: creation and destruction, settings, and GEMM against a loop on the host. Matrices contain small
+//! integers, so that every device computes them exactly, whatever the order of the sums.
 
 use warpool_driver::ErrorCode::{InvalidDevice, InvalidHandle, InvalidValue, NotSupported, StreamCaptureUnsupported};
 use warpool_driver::{

@@ -1,4 +1,4 @@
-//! cuBLAS: GEMM on several threads and streams, workspaces, precision, and that settings are not set twice.
+//! cuBLAS: GEMM on several threads and streams, workspaces, precision, and no redundant setting of handles.
 
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! Programs over typed memory: copies, fills, kernels and random numbers on parts of vectors, in several streams and in
-//! graphs. Typed calls order themselves, so every program has the contents that its calls give one after the other; a
-//! model on the host has them too, and they are compared.
+//! graphs. Typed calls order themselves, so the contents are those of making all calls one after the other. They are
+//! compared with a model on the host.
 
 mod graphs;
 mod operation;
@@ -133,7 +133,7 @@ impl Run<'_> {
         let stream = self.any_stream();
         self.context.step(format!("{operation:?} in {}", stream.id()));
         if let Operation::Random { .. } = operation {
-            // Without faults: then the twin draws as much.
+            // Without faults, so that the twin draws the same amount.
             self.queue(&operation, &stream).unwrap();
             return self.apply(&operation);
         }

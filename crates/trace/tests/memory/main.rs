@@ -16,7 +16,7 @@ use warpool_trace::{ReadError, ReadOptions, default_memory_limit, read};
 #[global_allocator]
 static ALLOCATOR: counting::Counting = counting::Counting;
 
-/// What is not counted: buffers, errors, one step more.
+/// Memory that is not counted: buffers, errors, one more step.
 const SLACK: u64 = 4 << 20;
 
 /// How reading and replaying a file ended.
