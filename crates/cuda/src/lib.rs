@@ -21,14 +21,14 @@
 //! each other (`capture.rs`).
 //!
 //! What cannot be checked is unsafe, and its documentation states what the caller promises:
-//! - Launches of kernels and graphs, and kernel nodes' new arguments: a kernel goes wherever its arguments point, and a
-//!   graph uses the addresses that it was captured with.
+//! - Launches of kernels and graphs, and kernel nodes' new arguments: a kernel accesses whatever its arguments point
+//!   to, and a graph uses the addresses that it was captured with.
 //! - `vm_free_range`: the addresses may become memory of this process while work still uses them.
 //! - [`ForeignStream::new`](warpool_driver::ForeignStream::new), [`CudaDriver::adopt_context`] and
 //!   [`HostRange::new`](warpool_driver::HostRange::new): streams, contexts and memory of others.
 //!
 //! Raw handles (`library_raw`, `graph_raw`, …) are numbers; using one is the unsafe code of its user. A device's memory
-//! is not this process's: work that uses freed or unmapped device memory may fault on the device, or meet other data.
+//! is not this process's: work that uses freed or unmapped device memory may fault on the device, or access other data.
 //!
 //! # Threads
 //!
@@ -153,7 +153,7 @@ pub enum OpenError {
     },
 }
 
-/// The CUDA driver, behind the contract.
+/// The CUDA driver, as an implementation of the contract.
 ///
 /// Opening it creates no context. The first call that needs a device's primary context creates it, and the driver
 /// retains it until the process ends: dropping the driver calls nothing, since it may happen while the process exits.

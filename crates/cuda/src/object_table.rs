@@ -1,4 +1,4 @@
-//! The objects behind the contract's ids. Finding one takes no lock that calls on other objects take.
+//! The objects of the contract's ids. Finding one takes no lock that calls on other objects take.
 //!
 //! The rules. An id is never reused, and newer ids are greater. A call that uses an object holds it shared
 //! ([`ObjectTable::get`]) until CUDA has returned; a call that destroys it holds it exclusively

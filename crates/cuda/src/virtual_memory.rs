@@ -20,7 +20,7 @@ use crate::device::Device;
 use crate::error::CallSite;
 use crate::object_table::Shared;
 
-/// Physical memory behind its id.
+/// Physical memory in the object table.
 pub(crate) struct Physical {
     raw: sys::CUmemGenericAllocationHandle,
     bytes: u64,

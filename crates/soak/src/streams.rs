@@ -51,7 +51,7 @@ struct Block {
 
 /// Runs one program.
 pub fn run(context: &mut Context) {
-    // Some fast reuse of blocks happens only without suballocation reports.
+    // The allocators' shortest paths are taken only if the driver does not track suballocations.
     let is_told = !context.seed.is_multiple_of(4);
     let machine = Machine::with(context, 1, STANDING, |config| config.track_suballocations = is_told);
     let subject = Subject::draw(context, &machine, false);

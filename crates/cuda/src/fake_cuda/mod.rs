@@ -91,7 +91,7 @@ fn handle<T>(object: &'static Object) -> *mut T {
     ptr::from_ref(object).cast_mut().cast()
 }
 
-/// The object behind a handle: one that `make` returned, or that of a default stream.
+/// The object of a handle: one that `make` returned, or that of a default stream.
 fn object<T>(handle: *mut T) -> &'static Object {
     thread_local! {
         static DEFAULT_STREAMS: [&'static Object; 3] = [(); 3].map(|()| make(false));
@@ -108,7 +108,7 @@ fn exist(objects: &[&Object]) -> u32 {
     if all { 0 } else { DESTROYED.number() }
 }
 
-/// Uses objects for a while: they must exist all along.
+/// Uses objects for a while: they must exist the whole time.
 fn used(objects: &[&Object]) -> u32 {
     let before = exist(objects);
     thread::yield_now();

@@ -1,9 +1,8 @@
 //! The functions of NVIDIA's libraries with handles.
 //!
-//! A library is loaded when the first handle of it is created. The signatures are written here: a status is a plain
-//! number and a handle an untyped pointer, so that one struct serves for all libraries. With the feature
-//! `check-bindings` the compiler compares them with cudarc's, as `api.rs` always does: the bindings of five libraries
-//! take minutes to build.
+//! A library is loaded when its first handle is created. The signatures are written here: a status is a plain number
+//! and a handle an untyped pointer, so that one struct serves for all libraries. With the feature `check-bindings` the
+//! compiler compares them with cudarc's, as `api.rs` always does: the bindings of five libraries take minutes to build.
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
@@ -54,7 +53,7 @@ pub(crate) struct CublasFunctions {
     pub(crate) set_math: unsafe extern "C" fn(RawLibraryHandle, u32) -> u32,
     /// Takes a `cublasAtomicsMode_t`.
     pub(crate) set_atomics: unsafe extern "C" fn(RawLibraryHandle, u32) -> u32,
-    /// Takes two `cublasOperation_t`, behind the handle.
+    /// Takes two `cublasOperation_t`, after the handle.
     pub(crate) sgemm: GemmFunction,
 }
 
