@@ -15,7 +15,7 @@ pub enum Error {
     #[error("cudarc: {0}")]
     Cudarc(#[from] cudarc::driver::DriverError),
 
-    /// Memory of the simulated GPU, which CUDA knows nothing of.
+    /// Memory of the simulated GPU, which CUDA cannot access.
     #[error("the allocator is over the {kind} driver; cudarc needs memory of CUDA: open a CudaDriver")]
     NotCuda {
         /// The driver's kind.

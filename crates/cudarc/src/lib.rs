@@ -47,7 +47,7 @@
 //! is an error for memory that was cut from a larger block or mapped, as Warpool's is, and there is no hook for another
 //! free. Its own operations allocate their results through `CudaStream::alloc` in any case. What works is the other
 //! direction: in a `CustomOp`, `CudaStorage::as_cuda_slice` gives cudarc slices to read, and scratch memory from a
-//! [`CudarcPool`] to work in. (candle's `cuda` feature needs `nvcc` to build, so nothing of it is compiled here.)
+//! [`CudarcPool`] to work in. (candle's `cuda` feature needs `nvcc` to build, so it is not compiled here.)
 
 mod error;
 mod lent;

@@ -20,7 +20,7 @@ pub struct CudarcPool {
     allocator: Arc<dyn DeviceAllocator>,
     context: Arc<CudaContext>,
     device: Device,
-    /// The streams that were adopted, by cudarc's handle: asking CUDA about one costs more than an allocation.
+    /// The streams that were adopted, by cudarc's handle: querying CUDA about one costs more than an allocation.
     adopted: Arc<Mutex<Vec<(usize, Stream)>>>,
 }
 
@@ -47,12 +47,12 @@ impl CudarcPool {
         &self.allocator
     }
 
-    /// The cudarc stream as one of Warpool's, which then is kept until the process ends.
-    /// [`warpool::Error::PerThreadStream`] for the per-thread default stream, which is another one on each thread.
+    /// Adopts a cudarc stream, which is kept until the process ends. [`warpool::Error::PerThreadStream`] for the
+    /// per-thread default stream, which is another one on each thread.
     pub fn adopt(&self, stream: &Arc<CudaStream>) -> Result<Stream> {
         self.expect_own(stream)?;
         let handle = stream.cu_stream().expose_provenance();
-        // An adopted stream is kept, so no other can have its handle.
+        // An adopted stream is kept, so no other stream can get its handle.
         if let Some((_, own)) = lock(&self.adopted).iter().find(|(known, _)| *known == handle) {
             return Ok(own.clone());
         }
@@ -153,7 +153,7 @@ impl CudarcPool {
     }
 }
 
-/// Keeps a stream until the process ends: caches and fences are by stream, and know only its handle.
+/// Keeps a stream until the process ends: caches and fences are per stream, and identify it by its handle.
 fn keep(stream: &Arc<CudaStream>) {
     static KEPT: Mutex<Vec<Arc<CudaStream>>> = Mutex::new(Vec::new());
     // The default stream always exists.

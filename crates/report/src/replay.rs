@@ -35,7 +35,7 @@ pub struct SegmentTotals {
     pub bytes_reserved: u64,
     /// Those that are allocated.
     pub bytes_allocated: u64,
-    /// Those that are freed and wait for streams.
+    /// Those that are pending free.
     pub bytes_pending: u64,
 }
 
@@ -69,7 +69,7 @@ pub fn segment_totals(snapshot: &Snapshot) -> Vec<SegmentTotals> {
 pub fn advice(message: &str, report: &ReplayReport, format: RecordingFormat) -> String {
     const RAISE: &str =
         "raise the lower of the memory fraction and memory_cap_mb (without a limit: fraction 1.0 and no cap)";
-    // Settings of PyTorch are nothing that a program with RMM could change.
+    // A program with RMM has no PyTorch settings to change.
     let message = match format {
         RecordingFormat::RmmLog => message.replace(": set expandable_segments:True to avoid that.", "."),
         RecordingFormat::TorchSnapshot => message.to_owned(),

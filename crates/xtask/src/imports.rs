@@ -48,7 +48,7 @@ impl Target {
     }
 }
 
-/// Where what `path` names is defined; `None` if that is not in this crate.
+/// The module that defines the item named by `path`; `None` if it is not in this crate.
 fn resolve(tree: &Tree, from: &ModulePath, path: &[String], depth: usize) -> Option<Target> {
     // Re-exports that lead back to themselves.
     if depth > 16 {

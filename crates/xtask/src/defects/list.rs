@@ -1,5 +1,5 @@
-//! What is known to catch each planted defect. The defects themselves are in `crates/warpool/src/defect.rs`; this list
-//! is not there, so that a change of it rebuilds nothing.
+//! The tests and programs that catch each planted defect. The defects themselves are in `crates/warpool/src/defect.rs`;
+//! this list is kept here, so that changing it does not rebuild the crate.
 
 /// The name of a defect; a test binary of the crate `warpool` with a filter of the names of its tests; a program of
 /// `soak` with seed 0, by its campaign and its number. Programs of the campaign `threads` differ from run to run, so

@@ -131,7 +131,7 @@ impl Runner<'_> {
 }
 
 impl Found {
-    /// A process that fails without saying what failed was ended by a signal, or hung.
+    /// A process that fails without naming a failure was ended by a signal, or hung.
     fn of(ended: &Ended, what: Option<String>) -> Self {
         match (ended.success, what) {
             (true, _) => Self::Nothing,
