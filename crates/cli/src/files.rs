@@ -19,7 +19,7 @@ fn stem(name: &str) -> Option<&str> {
     ENDINGS.iter().find_map(|ending| plain.strip_suffix(ending))
 }
 
-/// The name for a file that is made of a recording: its own without its endings.
+/// The name for a file made from a recording: its own name without endings.
 pub fn name_without_endings(file: &Path) -> String {
     let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let saved = || [".pt", ".pth"].iter().find_map(|ending| name.strip_suffix(ending));

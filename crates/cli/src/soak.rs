@@ -43,7 +43,7 @@ pub struct Args {
     /// The same in seconds
     #[arg(long, value_name = "N", hide = true, conflicts_with_all = ["minutes", "programs", "program"])]
     seconds: Option<u64>,
-    /// Run so many programs of each campaign instead
+    /// Run this number of programs of each campaign instead
     #[arg(long, value_name = "N", conflicts_with = "program", value_parser = clap::value_parser!(u64).range(1..))]
     programs: Option<u64>,
     /// Run only the program with this number; needs one campaign
@@ -79,7 +79,7 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     let report = warpool_soak::run(&options, &mut |progress| printer.add(progress));
     let shown = printer.finish().and_then(|()| print(output, &options, &report));
     match shown {
-        // The result counts also if the reader closed the pipe early.
+        // The result counts even if the reader closed the pipe early.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(if report.violation.is_none() { Verdict::Success } else { Verdict::Failure }),
     }

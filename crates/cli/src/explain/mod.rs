@@ -18,7 +18,7 @@ use crate::inputs::{self, in_parallel, replay_error, show_progress, threads_each
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
 
-/// From so many explanations on they are compared in one table, and not written one by one.
+/// From this number of explanations on, they are compared in one table instead of written one by one.
 const RANKS_MIN: usize = 4;
 
 /// Explains why a recorded program ran out of memory, and what would have fitted
@@ -62,10 +62,10 @@ pub struct Args {
     /// With --json, list every allocated block of the moment: address, requested bytes, event, category and its rule
     #[arg(long, requires = "json")]
     blocks: bool,
-    /// Leave out what would have fitted, which takes replays
+    /// Skip the changes that would have made it fit, which take replays
     #[arg(long)]
     no_fits: bool,
-    /// In how many orders of addresses a change is replayed, where addresses can matter
+    /// In how many address orders a change is replayed, where addresses can matter
     #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1000))]
     orders: u32,
     /// The most memory of this machine that one file may take, for example 16GiB
@@ -80,7 +80,7 @@ pub struct Args {
 struct Explained {
     /// The file as it was given.
     file: PathBuf,
-    /// The name that tells it apart, with the device if there are several.
+    /// The short name that distinguishes it, with the device if there are several.
     name: String,
     explanation: Explanation,
 }
