@@ -1,4 +1,4 @@
-//! Names of input files: `-` for the standard input, folders, and short names that tell files apart.
+//! Names of input files: `-` for the standard input, folders, and short names that distinguish files.
 
 use std::path::{Path, PathBuf};
 
@@ -64,7 +64,7 @@ pub fn expand_folders(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
     Ok(expanded)
 }
 
-/// The shortest names that tell the files apart: the file's own, with as much of its path as needed.
+/// The shortest names that distinguish the files: the file's own, with as much of its path as needed.
 pub fn short_names(files: &[PathBuf]) -> Vec<String> {
     let parts: Vec<Vec<String>> = files
         .iter()

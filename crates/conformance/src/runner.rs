@@ -12,7 +12,7 @@ use crate::context::{KernelCache, TestContext};
 use crate::expect::{CheckError, CheckResult};
 use crate::suites::suites;
 
-/// What to run.
+/// The options of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The device that the checks work on. Checks that need two devices use another one as well.

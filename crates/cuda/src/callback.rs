@@ -60,19 +60,19 @@ pub(crate) fn is_running() -> bool {
     RUNNING.get()
 }
 
-/// What CUDA calls for an eager callback.
+/// The function that CUDA calls for an eager callback.
 pub(crate) extern "C" fn run_once(user_data: *mut c_void) {
     let callback = callbacks().remove(&user_data.addr());
     run(callback);
 }
 
-/// What CUDA calls for a captured callback, at every replay.
+/// The function that CUDA calls for a captured callback, at every replay.
 pub(crate) extern "C" fn run_captured(user_data: *mut c_void) {
     let callback = callbacks().get(&user_data.addr()).cloned();
     run(callback);
 }
 
-/// What CUDA calls when nothing can run a captured callback any more.
+/// The function that CUDA calls when nothing can run a captured callback any more.
 pub(crate) extern "C" fn on_graph_gone(user_data: *mut c_void) {
     in_callback(|| unregister(CallbackId(user_data.addr())));
 }

@@ -47,7 +47,7 @@ impl<T> CudaHandle<T> {
         Self(std::ptr::without_provenance_mut(number as usize))
     }
 
-    /// What CUDA's functions take.
+    /// The pointer for CUDA's functions.
     pub(crate) const fn raw(self) -> *mut T {
         self.0
     }

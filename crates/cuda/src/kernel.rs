@@ -1,7 +1,7 @@
 //! Kernels: CUDA C++ source compiled by NVRTC, loaded as modules, launched.
 //!
 //! A graph does not keep the modules of its kernels loaded, so this driver does: a module that a graph or an executable
-//! may still use stays loaded when it is unloaded by its id, until they are gone.
+//! may still use stays loaded when it is unloaded by its id, until these are destroyed.
 
 use std::ffi::{CString, c_void};
 use std::ptr;
@@ -243,8 +243,8 @@ impl CudaDriver {
         site.check(code)
     }
 
-    /// Unloads a module that no graph uses. Waits for its kernels: seen on an H200, also for kernels that are queued
-    /// and while streams capture.
+    /// Unloads a module that no graph uses. Waits for its kernels, including queued ones, and also while streams
+    /// capture (seen on an H200).
     fn unload(&self, site: CallSite<'_>, module: &Module) -> Result<()> {
         let _current = self.make_current(site, module.context)?;
         // Captures forbid it, but it disturbs none: their modules are in use.
@@ -397,8 +397,7 @@ mod tests {
         static ARGUMENTS: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     }
 
-    /// Launches a kernel whose arguments, unless they are packed, are numbers of 8 bytes: as many as the grid has
-    /// blocks.
+    /// Launches a kernel whose arguments, unless they are packed, are numbers of 8 bytes, one per block of the grid.
     unsafe extern "C" fn launch(
         _: sys::CUfunction,
         blocks: u32,

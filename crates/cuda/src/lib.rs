@@ -5,7 +5,7 @@
 //! 12.0 on. A missing library or function is an error that names it, never a panic.
 //!
 //! There is no policy here: no caching, no pools of streams, no retries. Ids are translated to handles, CUDA is called,
-//! codes are returned. The backend stores only what the contract needs: which handle an id stands for, which memory is
+//! codes are returned. The backend stores only what the contract needs: the handle of each id, which memory is
 //! allocated, mapped or pinned, which streams capture.
 //!
 //! All calls into CUDA and NVIDIA's libraries are in this crate. Other FFI of the workspace is the interface of

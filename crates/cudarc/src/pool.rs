@@ -67,7 +67,7 @@ impl CudarcPool {
     /// `len` elements for work that begins in `stream`; they are not written.
     ///
     /// # Safety
-    /// As for cudarc's `CudaStream::alloc`: they are to be written before they are read as `T`.
+    /// As for cudarc's `CudaStream::alloc`: they must be written before they are read as `T`.
     pub unsafe fn alloc<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PooledSlice<T>> {
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes <= isize::MAX as usize);
         let bytes = bytes.ok_or(Error::TooLong { len })?;
@@ -166,7 +166,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What cudarc's copies and cuBLAS wrappers require; it only has to compile.
+/// The traits that cudarc's copies and cuBLAS wrappers require; it only has to compile.
 const _: () = {
     const fn accepted<T, S: cudarc::driver::DevicePtr<T> + cudarc::driver::DevicePtrMut<T> + DeviceSlice<T>>() {}
     accepted::<f32, PooledSlice<f32>>();

@@ -31,7 +31,7 @@ pub fn current() -> Option<&'static Location<'static>> {
     CURRENT.get()
 }
 
-/// Restores the line of the scope around, also after a panic.
+/// Restores the line of the outer scope, even after a panic.
 struct Restore(Option<&'static Location<'static>>);
 
 impl Drop for Restore {

@@ -170,7 +170,7 @@ impl Machine {
         self.panics.arm(false);
     }
 
-    /// The call under test goes on.
+    /// Resumes the call under test.
     pub fn resume(&self, armed: &Armed) {
         if let Some(plan) = &armed.plan {
             self.faulty.set_plan(plan.clone());

@@ -1,4 +1,4 @@
-//! What to run.
+//! The options of a run.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ pub enum Length {
     One(u64),
 }
 
-/// What to run.
+/// The options of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The seed of all programs.

@@ -52,7 +52,7 @@ struct Block {
     /// `None` without a tag.
     tag: Option<usize>,
     stream: usize,
-    /// What its pages contain; `None` if it is zeroes.
+    /// The value in its pages; `None` if they are zeroed.
     value: Option<u32>,
 }
 

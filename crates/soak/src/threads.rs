@@ -36,7 +36,7 @@ const MIB: u64 = 1 << 20;
 /// How long a capture may take to end, with faults.
 const END_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What the threads share.
+/// The state shared by the threads.
 struct Shared {
     machine: Machine,
     allocator: Arc<dyn DeviceAllocator>,
@@ -378,7 +378,7 @@ impl<'a> Worker<'a> {
                 Ok(()) => {}
                 // The thread that used it last captures in that stream.
                 Err(Error::Buffer(BufferError::LastUseCaptures { .. })) => break,
-                // What it contains is not known any more.
+                // Its contents are not known any more.
                 Err(_) if self.shared.faults => return,
                 Err(error) => panic!("thread {}: an error without a fault: {error}", self.thread),
             }

@@ -215,7 +215,7 @@ impl Allocator {
         }
     }
 
-    /// What a device's pages are used for.
+    /// The statistics of a device's pages.
     pub(crate) fn page_stats(&self, device: DeviceId) -> Result<PageStats> {
         match self {
             Self::Paged(allocator) => Ok(allocator.page_stats(device)?),

@@ -1,7 +1,7 @@
 //! The process-wide allocator and its operations in Rust types; `abi/` is the same in C types.
 //!
-//! It is created by the first call that needs it and never dropped: at process exit the driver may be gone already. A
-//! failed start changes nothing and can be repeated.
+//! It is created by the first call that needs it and never dropped: at process exit the driver may already be unloaded.
+//! A failed start changes nothing and can be repeated.
 //!
 //! In a forked child the parent's runtime is not used any more, not even its locks, which other threads may have held:
 //! [`get`] fails. A child whose parent had not begun to start one starts its own.
@@ -400,7 +400,7 @@ impl Runtime {
         Ok((Sharing::export_plain(&**self.instance.driver(), base)?, (ptr.0 - base.0) as usize))
     }
 
-    /// Opens memory of another process; every call is to be paired with one of [`close_shared`](Self::close_shared).
+    /// Opens memory of another process; every call must be paired with one of [`close_shared`](Self::close_shared).
     pub fn open_shared(&self, device: i32, handle: &[u8]) -> Result<DevicePtr> {
         let (device, capturing) = (self.device_id(device)?, self.routing.is_any_open());
         self.sharing.open(&**self.instance.driver(), device, handle, capturing)
@@ -525,7 +525,7 @@ impl Runtime {
         Ok(stats)
     }
 
-    /// What a device's pages are used for, with the paged allocator.
+    /// The statistics of a device's pages, with the paged allocator.
     pub fn page_stats(&self, device: i32) -> Result<PageStats> {
         self.allocator.page_stats(self.device_id(device)?)
     }

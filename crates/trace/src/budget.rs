@@ -14,7 +14,7 @@ use crate::Stop;
 const BASE: u64 = 256 << 20;
 /// Bytes that are allowed for each byte of the recording. Real ones take 3 to 6 to read and as many to replay.
 const PER_BYTE: u64 = 32;
-/// The most that is allowed without being asked for.
+/// The upper bound of the default limit.
 const MAX: u64 = 4 << 30;
 
 /// The memory limit where none is given: 256 MiB and 32 bytes for each of the recording's bytes that are read, after

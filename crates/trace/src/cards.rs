@@ -17,9 +17,9 @@ pub struct Card {
     pub key: &'static str,
     /// Its name for people.
     pub name: &'static str,
-    /// What it is sold with, in GB.
+    /// Its advertised memory, in GB.
     pub gigabytes: u32,
-    /// What CUDA reports, in MiB: the least of all drivers, of current ones under Linux, and the most.
+    /// The total that CUDA reports, in MiB: the least of all drivers, that of current ones under Linux, and the most.
     mib: [u64; 3],
 }
 
@@ -139,7 +139,7 @@ impl std::error::Error for UnknownCard {}
 /// The memory of a device, as far as known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// What CUDA reports; `None` if it is not known.
+    /// The total that CUDA reports; `None` if it is not known.
     pub bytes_total: Option<u64>,
     /// It has at least this: the memory that was used plus the memory that was free.
     pub bytes_at_least: u64,
@@ -189,10 +189,10 @@ impl DeviceMemory {
     }
 }
 
-/// What a context takes at least. A T4 reported 14.75 GiB in all, of which 14.57 GiB were reserved and 73 MiB free.
+/// The least memory of a context. A T4 reported 14.75 GiB in all, of which 14.57 GiB were reserved and 73 MiB free.
 const CONTEXT_LEAST: u64 = 80 * MIB;
 
-/// What a context takes at most, with the modules and libraries of one process. On an H200 it is 0.5 GiB at first, and
+/// The most memory of a context, with the modules and libraries of one process. On an H200 it is 0.5 GiB at first, and
 /// NCCL and eager loading of modules bring it above 1 GiB.
 const CONTEXT_MOST: u64 = 3 * GIB / 2;
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Ends the replays that were given a clone of it: each returns [`ReplayError::Stopped`] within some thousand events.
+/// Stops the replays that have a clone of it: each returns [`ReplayError::Stopped`] within some thousand events.
 ///
 /// [`ReplayError::Stopped`]: crate::replay::ReplayError::Stopped
 #[derive(Clone, Debug, Default)]

@@ -75,7 +75,7 @@ struct Model {
     draw: Kernel<Draw>,
 }
 
-/// What a step reads and writes.
+/// The buffers that a step reads and writes.
 struct Buffers {
     text: DeviceVec<u32>,
     position: DeviceVec<u32>,

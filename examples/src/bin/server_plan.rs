@@ -42,8 +42,8 @@ impl Request {
     }
 }
 
-/// One forward pass over a batch, as far as its memory is concerned: of each buffer only one row is written, so that
-/// the simulated GPU need not hold gigabytes.
+/// The memory of one forward pass over a batch. Only one row of each buffer is written, so that the simulated GPU does
+/// not hold gigabytes.
 fn activations(allocator: &Arc<dyn DeviceAllocator>, batch: usize, stream: &Stream) -> Result<()> {
     let mut hidden = DeviceVec::<f32>::uninit(allocator, batch * HIDDEN, stream)?;
     stream.fill(hidden.slice_mut(..HIDDEN)?, 1.0)?;
@@ -115,7 +115,7 @@ fn main() -> Outcome {
                 request.pages.push(free_pages.pop().expect("it was promised"));
                 promised -= 1;
             }
-            // The step writes the token's keys and values into its page; every now and then one of them stands for all.
+            // The step writes the token's keys and values into its page; here only every 100th step writes a part.
             let page = request.pages.last_mut().expect("it has one");
             let at = request.tokens % PAGE_TOKENS * TOKEN;
             if steps % 100 == 0 {

@@ -30,7 +30,7 @@ static SOURCE: KernelSource = KernelSource {
     })],
 };
 
-/// What one chunk needs while it is under way.
+/// The buffers of one chunk in progress.
 struct Slot {
     host: PinnedVec<u32>,
     input: DeviceVec<u32>,

@@ -65,7 +65,7 @@ pub fn run(args: &Args, report: &mut Report<'_>) -> Result<Verdict> {
     Ok(Verdict::Success)
 }
 
-/// What the cases work with.
+/// The setup of the cases.
 struct BenchContext {
     instance: Instance,
     device: DeviceId,

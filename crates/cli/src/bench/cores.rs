@@ -14,7 +14,7 @@ mod system {
     }
 
     impl Cores {
-        /// Of the calling thread.
+        /// The cores of the calling thread.
         pub fn allowed() -> Self {
             // If the system does not report them, there is none to choose.
             let allowed = sched_getaffinity(None).unwrap_or_else(|_| CpuSet::new());

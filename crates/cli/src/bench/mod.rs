@@ -164,7 +164,7 @@ fn list() -> String {
 struct Row {
     case: Cow<'static, str>,
     measurement: Measurement,
-    /// What `measurement.baseline_ns` is of.
+    /// The name of the baseline.
     baseline: &'static str,
     /// Additional keys of the JSON object.
     fields: Vec<(&'static str, Value)>,

@@ -100,7 +100,7 @@ fn unknown_handle_is_rejected(context: &TestContext) -> CheckResult {
 fn destroyed_handle_is_rejected(context: &TestContext) -> CheckResult {
     let handle = context.library_handle(Library::Blas)?;
     context.destroy_handle(handle)?;
-    // The next handle has another id, also if the library reuses the raw handle.
+    // The next handle has another id, even if the library reuses the raw handle.
     let next = context.library_handle(Library::Blas)?;
     expect(next != handle, "the id is new")?;
     expect_rejected(context, handle)

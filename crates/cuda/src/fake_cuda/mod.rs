@@ -38,20 +38,20 @@ pub(crate) const RACED: ErrorCode = ErrorCode::Unknown(9998);
 struct Object {
     exists: AtomicBool,
     serial: u64,
-    /// Of a stream: the graph that it captures into.
+    /// For a stream: the graph that it captures into.
     capture: Mutex<Option<&'static Self>>,
-    /// Of a graph: the bodies of its conditional nodes.
+    /// For a graph: the bodies of its conditional nodes.
     bodies: Mutex<Vec<&'static Self>>,
     is_body: bool,
-    /// Of a graph: its nodes.
+    /// For a graph: its nodes.
     nodes: Mutex<Vec<&'static Self>>,
-    /// Of a node: its type.
+    /// For a node: its type.
     kind: u32,
-    /// Of a graph: whether its capture is invalid.
+    /// For a graph: whether its capture is invalid.
     invalid: AtomicBool,
-    /// Of a graph: whether a call uses it.
+    /// For a graph: whether a call uses it.
     in_use: AtomicBool,
-    /// Of a library's handle: its stream, except default streams.
+    /// For a library's handle: its stream, except default streams.
     stream: Mutex<Option<&'static Self>>,
 }
 
@@ -518,7 +518,7 @@ pub(crate) fn module_with_kernel(driver: &CudaDriver) -> (ModuleId, FunctionId) 
     (module, FunctionId(driver.functions.insert(Function::fake(module, Some(&[]), users))))
 }
 
-/// Whether CUDA has a module loaded, also after it was unloaded by id.
+/// Whether CUDA has a module loaded, even after it was unloaded by id.
 pub(crate) fn is_loaded(driver: &CudaDriver, module: ModuleId) -> impl Fn() -> bool + use<> {
     let raw = object(driver.modules.get(module.0).expect("a module").raw());
     move || raw.exists.load(Ordering::SeqCst)

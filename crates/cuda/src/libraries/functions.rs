@@ -42,7 +42,7 @@ pub(crate) struct LibraryFunctions {
     pub(crate) destroy: unsafe extern "C" fn(RawLibraryHandle) -> u32,
     /// Sets its stream; cuBLASLt's have none.
     pub(crate) set_stream: Option<unsafe extern "C" fn(RawLibraryHandle, CUstream) -> u32>,
-    /// Those that only cuBLAS has.
+    /// The functions of cuBLAS.
     pub(crate) blas: Option<CublasFunctions>,
 }
 

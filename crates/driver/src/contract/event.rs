@@ -13,7 +13,7 @@ pub struct EventOptions {
     pub interprocess: bool,
 }
 
-/// What an event means on a stream that captures.
+/// The meaning of an event on a stream that captures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EventScope {
     /// Order inside the capture: it becomes edges of the graph.

@@ -72,7 +72,7 @@ pub struct PendingCall {
     change: Change,
 }
 
-/// What a call does to the numbers of host memory.
+/// The effect of a call on the numbers of host memory.
 #[derive(Clone, Copy, Debug)]
 enum Change {
     Nothing,
@@ -138,7 +138,7 @@ impl Hook for Recorder {
         self.push(state, LogEntry { call, arguments, outcome: "()".to_owned() });
     }
 
-    // The log contains everything the program did, also what the driver ignores.
+    // The log contains everything the program did, including reports that the driver ignores.
     fn tracks_suballocations(&self) -> bool {
         true
     }

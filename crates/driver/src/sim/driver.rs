@@ -88,7 +88,7 @@ impl SimDriver {
         self.now()
     }
 
-    /// What was remapped: mappings of physical memory that was mapped before, and their cost.
+    /// Remap counts: mappings of physical memory that was mapped before, and their cost.
     #[must_use]
     pub fn remap_counts(&self) -> RemapCounts {
         self.lock().memory.remap_counts()

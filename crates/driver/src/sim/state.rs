@@ -1,5 +1,5 @@
 //! The state of a simulated driver: everything that its lock protects, with lookups and rules that many calls share.
-//! What single calls do to it is in `api/`.
+//! The effects of single calls are in `api/`.
 
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;

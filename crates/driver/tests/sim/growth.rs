@@ -5,7 +5,7 @@ use crate::fixture::DEVICE;
 use warpool_driver::sim::{SimConfig, SimDriver, steps_taken};
 use warpool_driver::*;
 
-/// What the other streams have done before.
+/// The earlier work of the other streams.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Others {
     Idle,

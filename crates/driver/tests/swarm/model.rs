@@ -33,7 +33,7 @@ impl Set {
 /// Names an operation: the step, and the node of a launched graph.
 pub type Name = (usize, Option<u32>);
 
-/// What only the run can tell.
+/// Outcomes that only the run shows.
 #[derive(Clone, Copy, Default)]
 pub struct Outcome {
     /// The call was refused.

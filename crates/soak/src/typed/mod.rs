@@ -34,7 +34,7 @@ struct Run<'a> {
     twin: Generator,
     /// By number.
     vectors: BTreeMap<usize, DeviceVec<u32>>,
-    /// What each vector contains. Graphs may use one that the program has dropped.
+    /// The contents of each vector. Graphs may use one that the program has dropped.
     models: BTreeMap<usize, Vec<u32>>,
     pinned: Vec<Pinned>,
     graphs: Vec<Captured>,

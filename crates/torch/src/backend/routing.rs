@@ -2,7 +2,8 @@
 //! scopes, the newest one that accepts.
 //!
 //! PyTorch counts the uses of a pool itself: creating it and opening a scope add one, a release ends one. Opening a
-//! scope is the only sign that a capture may be about to begin, so the allocator is told so as long as one is open.
+//! scope is the only sign that a capture may be about to begin, so the allocator counts a capture as long as one is
+//! open.
 
 mod torch_pools;
 

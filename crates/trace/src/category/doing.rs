@@ -132,7 +132,7 @@ fn runs_engine(stack: &[Frame]) -> bool {
     outermost.is_some_and(is_called) || stack.iter().any(|frame| !is_python(frame) && engine(frame))
 }
 
-/// What a function of a framework is part of.
+/// The activity that a function of a framework belongs to.
 fn part_of(file: &str, name: &str) -> Option<Doing> {
     const STATE_MAKERS: [&str; 5] = ["_init_group", "__init__", "load_state_dict", "init_state", "__setstate__"];
     /// In the file of `torch.nn.Module`.

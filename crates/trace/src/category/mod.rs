@@ -1,4 +1,4 @@
-//! What kind of memory each allocation is: parameters, gradients, optimizer state, activations, temporaries, inputs.
+//! The category of each allocation: parameters, gradients, optimizer state, activations, temporaries, inputs.
 //!
 //! A recording does not contain the category. It is inferred from what the program was doing when it allocated
 //! (`doing.rs`, from the call stack, or from a region that the program named), and from when the memory was freed

@@ -84,11 +84,11 @@ pub struct Advice {
     pub detail: String,
     /// What to write or run; `None` if that depends on the program.
     pub apply: Option<String>,
-    /// Whether the program fits with it, as far as the recording goes; `None` if that is not known.
+    /// Whether the program fits with it, by the recording; `None` if that is not known.
     pub fits: Option<bool>,
-    /// What it saves: of reserved memory by replay, of allocated memory by arithmetic.
+    /// The bytes that it saves: reserved memory if found by replay, allocated memory if by arithmetic.
     pub bytes_saved: Option<u64>,
-    /// What is left of the device or the limit.
+    /// The bytes that are left of the device or the limit.
     pub margin_bytes: Option<u64>,
     /// How that is known.
     pub proof: Proof,
@@ -281,7 +281,7 @@ fn of_fit(fit: &Fit, saved: Option<u64>) -> Advice {
     }
 }
 
-/// What makes the program itself need less, by arithmetic over the categories.
+/// Changes that make the program itself need less memory, by arithmetic over the categories.
 fn smaller_program(explanation: &Explanation, missing: u64) -> Vec<Advice> {
     let moment = explanation.moment();
     let of = |category: Category| {
@@ -299,8 +299,8 @@ fn smaller_program(explanation: &Explanation, missing: u64) -> Vec<Advice> {
         proof: Proof::Arithmetic,
     };
     let mut advice = Vec::new();
-    // The memory that grows with the batch. A twentieth more than is missing must go, since not all of it shrinks with
-    // the batch.
+    // The memory that grows with the batch. It must shrink by a twentieth more than is missing, since not all of it
+    // shrinks with the batch.
     let per_batch = of(Category::Activations) + of(Category::Temporaries) + of(Category::Inputs);
     let must_go = missing + missing / 20;
     if per_batch > must_go {

@@ -30,7 +30,7 @@ pub struct AllocatedBlock {
     pub bytes: u64,
     /// The event of its allocation; `None` if that is not in the history.
     pub event: Option<u32>,
-    /// What kind of memory it is.
+    /// Its category.
     pub category: Category,
     /// The rule that decided.
     pub rule: Rule,

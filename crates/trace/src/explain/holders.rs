@@ -60,7 +60,7 @@ impl Holders {
     }
 }
 
-/// What is needed to name stacks.
+/// The tables that name stacks.
 pub(super) struct CallSites<'a> {
     stacks: &'a [Arc<[Frame]>],
     frameworks: &'a Frameworks,

@@ -81,7 +81,7 @@ pub struct ExplainOptions<'a> {
     pub stop: Stop,
 }
 
-/// What is explained about one device.
+/// The explanation of one device.
 #[derive(Clone, Debug)]
 pub struct Explanation {
     /// The device.
@@ -96,7 +96,7 @@ pub struct Explanation {
     pub verdict: Verdict,
     /// The numbers for the verdict, in sentences.
     pub evidence: Vec<String>,
-    /// The moments that were asked for: the out-of-memory events, at most the last sixteen, or else one.
+    /// The requested moments: the out-of-memory events, at most the last sixteen, or else one.
     pub moments: Vec<Moment>,
     /// The peaks; `None` without a history.
     pub peaks: Option<Peaks>,
@@ -140,7 +140,7 @@ pub struct OnDevice {
     pub orders: AddressOrders,
     /// The first event at which a request runs out of memory, in the worst order.
     pub oom_event: Option<u64>,
-    /// What that request asks for.
+    /// The bytes of that request.
     pub oom_bytes: Option<u64>,
 }
 
@@ -421,7 +421,7 @@ fn explain_moment(
     }
 }
 
-/// What the device had free at an out-of-memory event. A number larger than any device is not a size.
+/// The free memory of the device at an out-of-memory event. A number larger than any device is not a size.
 fn device_free(bytes: u64) -> Option<u64> {
     Some(bytes).filter(|&bytes| bytes < 1 << 50)
 }

@@ -69,13 +69,13 @@ impl Parts {
         self.named().into_iter().fold(0, |sum, (_, bytes)| sum.saturating_add(bytes))
     }
 
-    /// What is allocated, with rounding.
+    /// Allocated bytes, with rounding.
     #[must_use]
     pub const fn live(&self) -> u64 {
         self.allocated.saturating_add(self.rounding)
     }
 
-    /// What the allocator has reserved.
+    /// Bytes that the allocator has reserved.
     #[must_use]
     pub fn reserved(&self) -> u64 {
         self.total().saturating_sub(self.not_reserved).saturating_sub(self.outside)

@@ -79,10 +79,10 @@ pub(super) struct Facts<'a> {
     pub is_known: bool,
     /// The request that failed.
     pub request: &'a RequestInfo,
-    /// What the device had free then.
+    /// The free memory of the device then.
     pub device_free: u64,
     pub limit: Option<InferredLimit>,
-    /// What a context takes.
+    /// The memory of a context.
     pub bytes_context: u64,
     pub growth: Option<&'a Growth>,
     /// How many iterations that growth took.
@@ -121,7 +121,7 @@ pub(super) fn judge(facts: &Facts<'_>) -> Judgement {
     }
 }
 
-/// What the allocator could get.
+/// The memory that the allocator could get.
 fn available(facts: &Facts<'_>) -> u64 {
     let Facts { parts, request, device_free, limit, .. } = *facts;
     match limit {

@@ -338,7 +338,7 @@ impl Memo {
 
     #[inline]
     fn put(&mut self, index: usize, value: Value) -> Result<(), Exceeded> {
-        // Of a B-tree that is filled in order, nodes are half empty.
+        // The nodes of a B-tree that is filled in order are half empty.
         const SPARSE_BYTES: u64 = 64;
         match index.cmp(&self.dense.len()) {
             Ordering::Less => self.dense[index] = value,

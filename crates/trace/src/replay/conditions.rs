@@ -27,7 +27,7 @@ pub(super) struct RecordedConditions<'a> {
     pub capacity_of_ranges: u64,
 }
 
-/// What a run is made with.
+/// The conditions of a run.
 #[derive(Clone, Debug)]
 pub(super) struct Conditions {
     pub settings: Settings,
@@ -40,7 +40,7 @@ pub(super) struct Conditions {
     /// Whether everything is as recorded.
     pub is_recorded: bool,
     pub in_force: InForce,
-    /// Warnings about the settings that were asked for.
+    /// Warnings about the settings of the what-if.
     pub warnings: Vec<String>,
 }
 
@@ -179,7 +179,7 @@ pub(crate) fn bytes_context() -> u64 {
     SimDevice::h200().bytes_context
 }
 
-/// The settings that are asked for; `None` if none are.
+/// The settings of a what-if; `None` if it changes none.
 fn asked_settings(recorded: &Settings, what_if: &WhatIf) -> Result<Option<Settings>, SettingsError> {
     let Some(changes) = what_if.changes.as_deref().filter(|changes| !changes.trim().is_empty()) else {
         return Ok(what_if.settings.clone());
@@ -209,13 +209,13 @@ fn names(entries: &str, key: &str) -> bool {
     entries.contains(key)
 }
 
-/// Whether a size that was asked for is that of the recorded device, which people write as 139.8GiB. An unknown device
-/// is never the same: the given size is then all that is known about the device.
+/// Whether a given size is that of the recorded device, which may be written as 139.8GiB. An unknown device is never
+/// the same: the given size is then all that is known about the device.
 pub(super) fn is_same_device(bytes: u64, recorded: &DeviceMemory) -> bool {
     recorded.bytes_total.is_some_and(|total| bytes.abs_diff(total) <= total / 1000)
 }
 
-/// What the settings let an allocator reserve on a device, if that is limited.
+/// The limit that the settings set for reserved memory on a device, if any.
 fn settings_limit(settings: &Settings, capacity: u64) -> Option<u64> {
     #[expect(
         clippy::cast_precision_loss,

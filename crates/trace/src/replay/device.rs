@@ -179,7 +179,7 @@ impl<'a> DeviceReplay<'a> {
         &self.budget
     }
 
-    /// The device that it was recorded on, as far as the recording tells.
+    /// The device that it was recorded on, as inferred from the recording.
     #[must_use]
     pub fn card(&self) -> &DeviceMemory {
         &self.card
@@ -336,7 +336,7 @@ fn warn(allocator: AllocatorChoice, is_recorded: bool, report: &mut ReplayReport
         });
     }
     if allocator == AllocatorChoice::DriverPool {
-        // What was proven is the model of the caching allocator.
+        // Only the model of the caching allocator was proven.
         let text = "the driver's memory pool is simulated without fragmentation: its reserved bytes are a lower bound";
         report.warnings.push(text.to_owned());
     }

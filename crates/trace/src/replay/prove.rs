@@ -142,7 +142,7 @@ impl Proof {
         Some(InferredLimit { at_least, below, used: self.memory_limit?, device_full, device_had })
     }
 
-    /// The device, as far as its free memory at out-of-memory events tells. Logs of other allocators do not have it.
+    /// The device, as inferred from its free memory at out-of-memory events. Logs of other allocators do not have it.
     pub fn device_memory(&self, recording: DeviceRecording<'_>) -> DeviceMemory {
         let initial = self.interpretation.inference.initial.as_ref();
         let mut reserved = initial.map_or(0, |initial| initial.heap.bytes_reserved());

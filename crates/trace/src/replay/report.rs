@@ -47,7 +47,7 @@ pub struct ReplayReport {
     pub fidelity: Fidelity,
     /// What the recording does not contain and was inferred.
     pub inferred: Inferences,
-    /// What the run was made with, and how that differs from the recording.
+    /// The conditions of the run, and how they differ from the recording.
     pub in_force: InForce,
     /// The result over several orders of addresses; the other figures are those of the worst of them.
     pub orders: AddressOrders,
@@ -55,9 +55,9 @@ pub struct ReplayReport {
     /// requested and the recording did not, then the same random ones. `None` where addresses were as recorded, or do
     /// not matter.
     pub control: Option<AddressOrders>,
-    /// The program several times one after another on one device, where that was asked for: what it needs in a longer
-    /// run. Everything is freed between two rounds. It ends with the first round that could not be completed for lack
-    /// of memory.
+    /// The program several times one after another on one device, if that was requested: what it needs in a longer run.
+    /// Everything is freed between two rounds. It ends with the first round that could not be completed for lack of
+    /// memory.
     pub rounds: Vec<Round>,
     /// Warnings about the result, such as a what-if on a recording that could not be reproduced.
     pub warnings: Vec<String>,
@@ -116,7 +116,7 @@ impl Inferences {
     }
 }
 
-/// What a run is made with, and how that differs from the recording.
+/// The conditions of a run, and how they differ from the recording.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct InForce {
     /// The recorded settings, as a string: what differs from the defaults.
@@ -137,7 +137,7 @@ pub struct InForce {
     pub device_name: Option<String>,
     /// The memory of the simulated device. Where the recorded one is not known, it is large enough for the recording.
     pub device_bytes_simulated: u64,
-    /// What the allocator may reserve: of a known device less the context, and within a limit; `None` without both.
+    /// The bytes that the allocator may reserve: a known device less the context, within a limit; `None` without both.
     pub bytes_available: Option<u64>,
     /// The limit that is in force.
     pub memory_limit: Option<u64>,
@@ -357,7 +357,7 @@ pub struct InferredLimit {
     pub used: u64,
     /// Whether the device was full, rather than a limit set: it had less free than the failed request needed.
     pub device_full: bool,
-    /// What a full device had for the program at the requests that failed, reserved and free: the least and the most.
-    /// They differ where others use it too.
+    /// The memory that a full device had for the program at the failed requests, reserved plus free: the least and the
+    /// most. They differ where others use it too.
     pub device_had: Option<(u64, u64)>,
 }

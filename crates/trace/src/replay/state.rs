@@ -41,7 +41,7 @@ impl PoolKey {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HeapState {
     pub bytes_reserved: u64,
-    /// What could be returned to the driver.
+    /// Bytes that could be returned to the driver.
     pub bytes_releasable: u64,
     pub blocks: Vec<StateBlock>,
 }
@@ -52,7 +52,7 @@ pub(crate) struct RequestInfo {
     pub bytes: u64,
     /// The size of its block.
     pub bytes_rounded: u64,
-    /// What was, or would have been, requested from the driver.
+    /// The bytes that were, or would have been, requested from the driver.
     pub bytes_segment: u64,
     pub stream: u64,
     pub kind: SegmentKind,
@@ -128,7 +128,7 @@ pub(crate) struct Totals {
     pub bytes_requested: u64,
     /// Bytes of pending free blocks.
     pub bytes_waiting: u64,
-    /// What could be returned to the driver: segments without allocations, or whole chunks of expandable ones.
+    /// Bytes that could be returned to the driver: segments without allocations, or whole chunks of expandable ones.
     pub bytes_releasable: u64,
     pub change: StateChange,
 }
@@ -431,7 +431,7 @@ impl StatePass<'_, '_> {
         StateChange::Reserved { addr, bytes, stream, kind, pool, segment }
     }
 
-    /// A block in no known segment is gone. Returns whether there was one.
+    /// Removes a block in no known segment. Returns whether there was one.
     fn forget_stray(&mut self, addr: u64) -> bool {
         // Few recordings have any.
         if self.strays.is_empty() {

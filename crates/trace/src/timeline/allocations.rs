@@ -21,11 +21,11 @@ pub struct Allocation {
     pub addr: u64,
     /// The size of the block.
     pub bytes: u64,
-    /// What was requested.
+    /// The requested bytes.
     pub requested: u64,
     /// The call stack of the request.
     pub stack: Option<StackId>,
-    /// What kind of memory it is.
+    /// Its category.
     pub category: Category,
 }
 

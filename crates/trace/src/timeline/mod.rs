@@ -3,7 +3,7 @@
 //!
 //! A *position* counts events: position 0 is before the first event, position `n` is after the first `n`. From a
 //! [`Timeline`] the state at any position can be made without the recording: an [`Allocation`] exists from one position
-//! to another, and so does a [`ReservedRange`]; what is reserved and in no allocation is free.
+//! to another, and so does a [`ReservedRange`]; reserved memory outside of allocations is free.
 //!
 //! ```no_run
 //! use warpool_trace::timeline::{TimelineOptions, timelines};
@@ -75,7 +75,7 @@ pub struct Timeline {
     pub allocations: Vec<Allocation>,
     /// How many were left out.
     pub allocations_left_out: u64,
-    /// What was reserved, in the order of events.
+    /// The reserved ranges, in the order of events.
     pub ranges: Vec<ReservedRange>,
     /// Events that stand out, in their order.
     pub marks: Vec<Mark>,
@@ -117,7 +117,7 @@ impl Timeline {
 pub struct Mark {
     /// The position after its event.
     pub position: u64,
-    /// What it is.
+    /// Its kind.
     pub kind: MarkKind,
     /// The bytes of the request, or the released bytes; 0 if that is not known.
     pub bytes: u64,
@@ -125,7 +125,7 @@ pub struct Mark {
     pub stack: Option<StackId>,
 }
 
-/// What stands out.
+/// The kind of a mark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MarkKind {
     /// A request ran out of memory.

@@ -37,7 +37,7 @@ fn replaced(settings: &str) -> WhatIf {
     WhatIf { settings: Some(Settings::parse(settings).expect("valid settings")), ..WhatIf::default() }
 }
 
-/// What counts about a result.
+/// The figures of a result that are compared.
 fn figures(report: &ReplayReport) -> (&'static str, u64, u64, u64, u64, u64) {
     let ReplayReport { outcome, peak_live_bytes, peak_reserved_bytes, segments_allocated, retries, ooms, .. } = report;
     (outcome.name(), *peak_live_bytes, *peak_reserved_bytes, *segments_allocated, *retries, *ooms)

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::build::Built;
 
-/// A test that takes longer hangs, and so does a program of `soak` by itself.
+/// A test, a single program of `soak` or a selftest that takes longer is considered hung.
 const HANGS: Duration = Duration::from_secs(200);
 
 /// What a run found.

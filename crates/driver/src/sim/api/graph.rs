@@ -188,8 +188,8 @@ impl SimDriver {
     }
 }
 
-/// Takes the memory that the graph's nodes allocate from its pools, as far as earlier launches did not. What counts is
-/// what has been queued, not what has run.
+/// Takes the memory that the graph's nodes allocate from its pools, unless an earlier launch has taken it. Queued
+/// launches count, whether they have run or not.
 fn take_graph_memory(state: &mut SimState, exec: GraphExecId) -> Result<()> {
     let Exec { template, options, .. } = state.exec(exec)?;
     let mut taken = Vec::new();

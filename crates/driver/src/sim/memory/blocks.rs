@@ -30,7 +30,7 @@ impl Blocks {
         self.ends.insert(ptr.0, (ptr.0.saturating_add(bytes), at));
     }
 
-    /// The blocks of a range are gone.
+    /// Removes the blocks of a range.
     pub fn remove(&mut self, ptr: DevicePtr, bytes: u64) {
         let end = ptr.0.saturating_add(bytes);
         while let Some((&start, _)) = self.ends.range(..end).next_back().filter(|(_, (to, _))| *to > ptr.0) {

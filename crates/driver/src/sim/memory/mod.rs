@@ -2,7 +2,7 @@
 //!
 //! `AddressSpace` says what an address refers to, `Backing` has contents and access history, `Capacity` and `Pools`
 //! count what devices and pools have left. `Memory` keeps them consistent: a region's backing memory exists as long as
-//! the region or a mapping of it, and its bytes are counted exactly once.
+//! the region or one of its mappings, and its bytes are counted exactly once.
 
 mod access;
 mod address_space;

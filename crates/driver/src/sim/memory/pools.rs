@@ -19,7 +19,7 @@ pub struct Pool {
     /// Destroyed; kept until its memory has been freed.
     pub destroyed: bool,
     attributes: [u64; 8],
-    /// What devices other than its own may do with its memory.
+    /// The access rights of other devices.
     access: Vec<(DeviceId, Access)>,
 }
 
@@ -180,7 +180,7 @@ impl Pools {
         }
     }
 
-    /// What all pools reserve and do not use.
+    /// Bytes that pools have reserved and do not use.
     pub fn bytes_idle(&self) -> u64 {
         self.table.ids().into_iter().filter_map(|id| self.table.get(id)).map(Pool::idle).sum()
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::Call;
 use crate::sim::cost::Latencies;
 
-/// What was remapped since the driver was made, or since
+/// Remapped memory since the driver was made, or since
 /// [`SimDriver::restart_remap_counts`](crate::sim::SimDriver::restart_remap_counts).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RemapCounts {
@@ -14,7 +14,7 @@ pub struct RemapCounts {
     pub mappings: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// What they cost by the cost model of one mapping: mapping, setting access, and unmapping the mapping before.
+    /// Their cost by the cost model of one mapping: mapping, setting access, and unmapping the mapping before.
     pub time: Duration,
 }
 

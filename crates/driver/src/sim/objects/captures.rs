@@ -17,7 +17,7 @@ use crate::{
     HostCallback, NodeId, PoolId, Result, StreamId,
 };
 
-/// Where the graph of a conditional node's body goes when its capture ends.
+/// The place for the graph of a conditional node's body when its capture ends.
 pub type BodySlot = Arc<OnceLock<Arc<Template>>>;
 
 /// Addresses that captured nodes allocate, with their pools.

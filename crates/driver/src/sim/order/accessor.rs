@@ -6,7 +6,7 @@ use super::clock::{Epoch, TimelineId, VectorClock};
 use super::node_order::{NodeInstance, NodeOrder};
 use crate::StreamId;
 
-/// What an operation is called in messages.
+/// The kind of an operation, for messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     Kernel(&'static str),

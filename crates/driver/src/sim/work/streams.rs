@@ -25,13 +25,13 @@ struct DeviceStreams {
     /// Blocking streams, those of threads included, with operations that the legacy default stream may not be ordered
     /// after yet.
     unordered: BTreeSet<StreamId>,
-    /// Work of streams that no longer exist, as far as the host has not waited for it.
+    /// Work of streams that no longer exist and that the host has not waited for.
     retired: VectorClock,
-    /// The same for blocking streams, as far as the legacy default stream is not ordered after it yet.
+    /// The same for blocking streams, if the legacy default stream is not ordered after it yet.
     retired_blocking: VectorClock,
 }
 
-/// What the host has observed to be done.
+/// The work that the host has observed to be done.
 #[derive(Debug, Default)]
 struct HostClock {
     clock: VectorClock,

@@ -23,7 +23,7 @@ use self::server::{PageClient, PageServer};
 use crate::allocator::PartsOf;
 use crate::error::{Error, Result};
 
-/// What this process shares with others.
+/// The memory that this process shares with others.
 #[derive(Debug, Default)]
 pub(crate) struct Sharing {
     /// Started by the first export of pages.
@@ -34,7 +34,7 @@ pub(crate) struct Sharing {
     opened: Mutex<Opened>,
 }
 
-/// A block of mapped memory that is to be shared.
+/// A block of mapped memory to share.
 pub(crate) struct MappedBlock<'a> {
     pub(crate) ptr: DevicePtr,
     pub(crate) parts: &'a [MappedPart],

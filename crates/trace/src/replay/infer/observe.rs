@@ -62,9 +62,9 @@ pub(super) struct FailedRequest {
     pub bytes_reserved: u64,
     /// The size of the segment for it, which a limit is compared with.
     pub segment_bytes: u64,
-    /// What the driver was asked for: whole chunks for an expandable segment.
+    /// The bytes requested from the driver: whole chunks for an expandable segment.
     pub driver_bytes: u64,
-    /// What was free on the device.
+    /// The free memory of the device.
     pub device_free: u64,
 }
 

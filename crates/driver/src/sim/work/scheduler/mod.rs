@@ -27,7 +27,7 @@ use crate::sim::rng;
 use crate::sim::table::Table;
 use crate::{ConditionalId, DeviceId, ErrorCode, EventId, StreamId};
 
-/// What is running.
+/// A running operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Running {
     /// The first operation of a stream's queue.
@@ -62,7 +62,7 @@ pub struct DueWork {
     pub time: u64,
 }
 
-/// What the next completion was.
+/// The result of a step.
 #[derive(Debug)]
 pub enum Step {
     /// Nothing is running.

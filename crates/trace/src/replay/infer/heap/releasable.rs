@@ -41,7 +41,7 @@ impl Releasable {
         self.unused_large > 0
     }
 
-    /// What could be returned in all.
+    /// All bytes that could be returned.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
