@@ -78,8 +78,8 @@ fn register() {
         GENERATION.fetch_add(1, Ordering::Relaxed);
     }
 
-    // SAFETY: as POSIX declares it. The handler only changes an atomic number. If it fails for lack of memory, a fork
-    // is not detected, as without this module.
+    // SAFETY: as POSIX declares it. The handler only changes an atomic number. If the registration fails for lack of
+    // memory, a fork is not detected, as without this module.
     let _ = unsafe { pthread_atfork(None, None, Some(in_child)) };
 }
 

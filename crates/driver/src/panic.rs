@@ -1,4 +1,4 @@
-//! Catches panics of user code, so that they do not unwind further.
+//! Discards panics of user code where they are caught.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,4 +1,4 @@
-//! cuBLAS: GEMM on several threads and streams, workspaces, precision, and no redundant setting of handles.
+//! cuBLAS: GEMM on several threads and streams, workspaces, precision, and that unchanged settings are not set again.
 
 use std::sync::Arc;
 

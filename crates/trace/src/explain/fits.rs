@@ -47,7 +47,7 @@ pub struct Fit {
     pub set: String,
     /// The environment variable that takes the string; empty for a device.
     pub variable: &'static str,
-    /// Whether it fits in every order of addresses.
+    /// Whether it fits in every address order.
     pub fits: bool,
     /// The result over the orders.
     pub orders: AddressOrders,
@@ -80,7 +80,7 @@ const EVENTS_MAX: u64 = 1_000_000;
 /// Less than this is not worth a change of settings.
 pub(super) const OVERHEAD_MIN: u64 = 256 << 20;
 
-/// In how many orders of addresses changes are replayed.
+/// In how many address orders changes are replayed.
 pub(super) fn orders(options: &ExplainOptions<'_>) -> u32 {
     options.address_orders.unwrap_or(8)
 }

@@ -69,7 +69,7 @@ pub struct ExplainOptions<'a> {
     pub lists_blocks: bool,
     /// Skips the changes that would have made it fit, since they take replays.
     pub skips_fits: bool,
-    /// In how many orders of addresses each change is replayed; `None` is 8.
+    /// In how many address orders each change is replayed; `None` is 8.
     pub address_orders: Option<u32>,
     /// How many threads replay; `None` is one for each core.
     pub threads: Option<usize>,
@@ -136,7 +136,7 @@ impl Explanation {
 pub struct OnDevice {
     /// The device's memory.
     pub bytes_total: u64,
-    /// Over the orders of addresses.
+    /// Over the address orders.
     pub orders: AddressOrders,
     /// The first event at which a request runs out of memory, in the worst order.
     pub oom_event: Option<u64>,
@@ -492,7 +492,7 @@ fn remark_on_history(replay: &DeviceReplay<'_>, explanation: &mut Explanation) {
     }
 }
 
-/// Remarks that the use by others is unknown if the device was full and its size is not known.
+/// Adds a remark if the device was full and its size is not known: then the use by others is not known either.
 fn remark_on_device(explanation: &mut Explanation) {
     let moment = explanation.moment();
     let Some(FailedRequest { bytes_segment, device_free: Some(free), .. }) = moment.request else { return };

@@ -1,5 +1,5 @@
 //! The recording of one device with the interpretation that reproduces it. What-ifs are answered from here: the proof
-//! is found once, and each what-if is one run, or one for each order of addresses.
+//! is found once, and each what-if is one run, or one for each address order.
 
 use std::time::Instant;
 
@@ -116,7 +116,7 @@ impl<'a> DeviceReplay<'a> {
         Ok(report)
     }
 
-    /// The first order of addresses in which a what-if does not fit; `None` if it fits in all of them. Like
+    /// The first address order in which a what-if does not fit; `None` if it fits in all of them. Like
     /// [`report`](Self::report) without the figures: starts with the order `tried_first`, and stops at the first order
     /// that fails.
     pub(crate) fn first_failure(
@@ -247,7 +247,7 @@ impl<'a> DeviceReplay<'a> {
         self.proof.result.as_ref().filter(|result| !result.not_started)
     }
 
-    /// The recorded program in several orders of addresses, from a step on.
+    /// The recorded program in several address orders, from a step on.
     fn control(
         &self,
         free_from_step: usize,

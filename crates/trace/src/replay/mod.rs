@@ -23,7 +23,7 @@
 //! How: `infer/` reconstructs the state at the first event and infers what the recording does not contain, `plan/`
 //! makes steps of the events, `run/` performs the steps on a simulated device and compares, and `prove.rs` tries
 //! interpretations until one reproduces the recording. `device.rs` answers what-ifs from there: `conditions.rs`
-//! determines the conditions of each, `orders.rs` runs it in several orders of addresses, `run/rounds.rs` several times
+//! determines the conditions of each, `orders.rs` runs it in several address orders, `run/rounds.rs` several times
 //! one after another.
 
 mod conditions;

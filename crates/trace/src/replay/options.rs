@@ -37,7 +37,7 @@ pub struct ReplayOptions<'a> {
     pub stop: Stop,
 }
 
-/// In how many orders of addresses a what-if is replayed.
+/// In how many address orders a what-if is replayed.
 pub const ADDRESS_ORDERS: u32 = 16;
 
 impl ReplayOptions<'_> {

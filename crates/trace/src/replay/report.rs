@@ -49,7 +49,7 @@ pub struct ReplayReport {
     pub inferred: Inferences,
     /// The conditions of the run, and how they differ from the recording.
     pub in_force: InForce,
-    /// The result over several orders of addresses; the other figures are those of the worst of them.
+    /// The result over several address orders; the other figures are those of the worst of them.
     pub orders: AddressOrders,
     /// The recorded program in the same address orders: recorded addresses up to the first segment that the what-if
     /// requested and the recording did not, then the same random ones. `None` where addresses were as recorded, or do
@@ -185,7 +185,7 @@ pub struct SettingChange {
     pub used: String,
 }
 
-/// The result of one program over several orders of addresses. The driver chooses addresses, and PyTorch's allocator
+/// The result of one program over several address orders. The driver chooses addresses, and PyTorch's allocator
 /// chooses between free blocks of one size by address: a result that holds in one order need not hold in another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AddressOrders {

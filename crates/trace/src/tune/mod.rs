@@ -20,7 +20,7 @@ use crate::replay::{DeviceReplay, ReplayError, ReplayOptions, ReplayReport};
 pub struct TrialOptions<'a> {
     /// The memory of the device; `None` is as recorded.
     pub capacity: Option<u64>,
-    /// In how many orders of addresses.
+    /// In how many address orders.
     pub address_orders: u32,
     /// On how many threads.
     pub threads: usize,
@@ -94,13 +94,13 @@ pub struct Tuned {
     pub candidate: Candidate,
     /// A report for each device of each recording.
     pub reports: Vec<ReplayReport>,
-    /// The smallest device on which every recording fits in every order of addresses, found by replays; `None` if it
+    /// The smallest device on which every recording fits in every address order, found by replays; `None` if it
     /// does not fit on any.
     pub smallest_device: Option<SmallestDevice>,
 }
 
 impl Tuned {
-    /// Whether it fits everywhere, in every order of addresses.
+    /// Whether it fits everywhere, in every address order.
     #[must_use]
     pub fn fits(&self) -> bool {
         self.reports.iter().all(|report| report.orders.all_fit())

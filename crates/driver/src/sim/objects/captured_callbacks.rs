@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::HostCallback;
 
-/// The callbacks in captures and graphs. This second reference prevents that destroying the last graph of a callback
-/// drops it under the simulation's lock: what it owns may call the driver when it is dropped.
+/// The callbacks in captures and graphs. With this second reference, destroying the last graph of a callback does not
+/// drop it under the simulation's lock: what it owns may call the driver when it is dropped.
 #[derive(Default)]
 pub struct CapturedCallbacks {
     all: Vec<HostCallback>,

@@ -32,7 +32,7 @@ pub(super) struct Release {
     pub immediate: bool,
 }
 
-/// A request after a release that needed new memory.
+/// A request directly after a release, which needed new memory or failed.
 #[derive(Clone, Debug)]
 pub(super) struct NextRequest {
     /// The size of the segment for it, which a limit is compared with.

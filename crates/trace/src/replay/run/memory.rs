@@ -93,7 +93,7 @@ impl DeviceMemory {
         self.pending = pending_at_start(run);
     }
 
-    /// The bytes taken out of the budget.
+    /// The most bytes taken out of the budget at one time.
     pub fn bytes_taken(&self) -> u64 {
         self.charge.bytes()
     }

@@ -150,8 +150,8 @@ impl Scheduler {
     pub fn enqueue_record(&mut self, stream: StreamId, event: EventId, at: u64) {
         let position = self.streams.next_position(stream, Vec::new());
         let point = position.point.clone();
-        // Reached at once if nothing is queued before it, as is the case for most events of an allocator. Otherwise it
-        // would be reached as soon as time passes, which is equivalent.
+        // Reached at once if nothing is queued before it. If it were scheduled, it would be reached as soon as time
+        // passes, which is equivalent. Most events of an allocator are of this kind.
         let is_next = position.waits.is_empty() && self.streams.get(stream).is_idle();
         if is_next {
             let waiting = self.streams.timelines.complete_next(point.epoch.timeline);
