@@ -1,7 +1,7 @@
 //! Kernels: CUDA C++ source compiled by NVRTC, loaded as modules, launched.
 //!
-//! A graph does not keep the modules of its kernels loaded, so this driver does: a module that a graph or an executable
-//! may still use stays loaded when it is unloaded by its id, until these are destroyed.
+//! A graph does not keep the modules of its kernels loaded, so this driver does: a module that is unloaded by its id
+//! stays loaded until no graph or executable can use it any more.
 
 use std::ffi::{CString, c_void};
 use std::ptr;

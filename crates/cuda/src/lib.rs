@@ -38,10 +38,10 @@
 //! that calls on different objects share are not held while waiting for the device, except `pinned` by a copy of pinned
 //! memory whose stream's queue is full.
 //!
-//! The lock order, for calls that hold several: objects, a stream before the executables and handles that are bound to
-//! it (in the opposite order no call waits); `pinned_access`; `pinned`; a stream's work lock; `graph_lock`; graphs and
-//! flags, for which no call waits elsewhere; a graph's `template`; `captures`; a device's `caller_retains`;
-//! `stream_users`; the free slots of an object table; `capture_errors`.
+//! The lock order, for calls that hold several locks: objects, where a stream comes before the executables and handles
+//! that are bound to it (no call waits in the opposite order); `pinned_access`; `pinned`; a stream's work lock;
+//! `graph_lock`; graphs and flags, for which no call waits elsewhere; a graph's `template`; `captures`; a device's
+//! `caller_retains`; `stream_users`; the free slots of an object table; `capture_errors`.
 
 #[cfg(not(all(unix, target_pointer_width = "64", target_endian = "little")))]
 compile_error!("warpool-cuda needs 64-bit little-endian Unix, as the CUDA driver does");
@@ -156,9 +156,9 @@ pub enum OpenError {
 /// The CUDA driver, as an implementation of the contract.
 ///
 /// Opening it creates no context. The first call that needs a device's primary context creates it, and the driver
-/// retains it until the process ends: dropping the driver calls nothing, since it may happen while the process exits.
-/// Objects that were created through the driver and not destroyed end with the context. So do events that a graph may
-/// record or wait for at its launches, even if they were destroyed here.
+/// retains it until the process ends: dropping the driver makes no CUDA call, since the process may be exiting. Objects
+/// that were created through the driver and not destroyed end with the context. So do events that a graph may record or
+/// wait for at its launches, even if they were destroyed here.
 pub struct CudaDriver {
     api: Api,
     version: DriverVersion,

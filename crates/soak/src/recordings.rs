@@ -1,5 +1,5 @@
-//! Recordings through the reader and the replay: undamaged ones of a random program, which must be read back as they
-//! were written, and damaged ones, which must be errors or other recordings, without a panic and without much memory.
+//! Reads and replays recordings. Undamaged ones of a random program must be read back as they were written. Damaged
+//! ones must give errors or other recordings, without a panic and without much memory.
 
 use std::sync::{Arc, OnceLock};
 

@@ -1,8 +1,8 @@
 //! Streams that the program creates and destroys all the time, as other libraries do, with memory of every allocator.
 //! Blocks are used by many streams, whose work may still run when they are destroyed.
 //!
-//! The programs are correct: memory of a stream, and memory whose use by it was recorded, is freed before the stream is
-//! destroyed, and every use by another stream is recorded or joined.
+//! The programs are correct: before a stream is destroyed, its memory and all memory whose use by it was recorded is
+//! freed, and every use by another stream is recorded or joined.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -43,9 +43,9 @@ static KERNELS: KernelSource = KernelSource {
     ],
 };
 
-/// The words of a block at which its tag and their own number are written: the first and the last ones, and those
-/// around every boundary of 2 MiB, so that each page under the block is distinguished from all others. All are even, so
-/// that no two pairs overlap in part. Blocks are aligned to 512 bytes.
+/// The positions of the words where a block's tag and the position itself are written: the first and the last, and
+/// those around every boundary of 2 MiB, so that each page under the block is distinguished from all others. All are
+/// even, so that no two pairs overlap in part. Blocks are aligned to 512 bytes.
 fn page_words(ptr: DevicePtr, words: u32) -> impl Iterator<Item = u32> {
     const PAGE_WORDS: u64 = (2 << 20) / 4;
     let words = u64::from(words) & !1;

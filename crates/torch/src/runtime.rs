@@ -3,8 +3,8 @@
 //! It is created by the first call that needs it and never dropped: at process exit the driver may already be unloaded.
 //! A failed start changes nothing and can be repeated.
 //!
-//! In a forked child the parent's runtime is not used any more, not even its locks, which other threads may have held:
-//! [`get`] fails. A child whose parent had not begun to start one starts its own.
+//! In a forked child the parent's runtime is not used, not even its locks, which other threads may have held: [`get`]
+//! fails. If the parent had not begun to start a runtime, the child starts its own.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -323,8 +323,9 @@ impl Runtime {
         Ok(self.allocator().record_use_raw(ptr, stream)?)
     }
 
-    /// Returns cached memory to the driver: of released pools with that id, or with the default id of the default pool
-    /// and of all released ones. If `stream`, the caller's current one, captures, the default pool stays as it is.
+    /// Returns cached memory to the driver. For the default id, that of the default pool and of all released pools;
+    /// otherwise that of released pools with this id. If `stream`, the caller's current stream, captures, the default
+    /// pool is not trimmed.
     pub fn trim(&self, pool: TorchPoolId, device: i32, stream: ForeignStream) -> Result<()> {
         if pool != (TorchPoolId { graph: 0, user: 0 }) {
             for (device, pool) in self.routing.all_pools(pool) {

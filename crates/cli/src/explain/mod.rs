@@ -23,14 +23,14 @@ const RANKS_MIN: usize = 4;
 
 /// Explains why a recorded program ran out of memory, and what would have fitted
 ///
-/// For the moment of the last out-of-memory event, or else of the most allocated memory (--at chooses another): what
-/// kind of memory was allocated, and who held it, by call stack, line and module; where the rest was; the verdict, with
-/// its numbers; and what to do, by replays and by arithmetic. With --gpu or --capacity it also says whether the program
-/// fits on that device. Record with torch.cuda.memory._record_memory_history() before the model is made, and on failure
-/// call torch.cuda.memory._dump_snapshot("oom.pickle").
+/// The moment is the last out-of-memory event, or else the one of the most allocated memory (--at chooses another). For
+/// this moment it shows what kind of memory was allocated, and who held it, by call stack, line and module; where the
+/// rest was; the verdict, with its numbers; and what to do, by replays and by arithmetic. With --gpu or --capacity it
+/// also says whether the program fits on that device. Record with torch.cuda.memory._record_memory_history() before the
+/// model is made, and on failure call torch.cuda.memory._dump_snapshot("oom.pickle").
 ///
-/// Requested bytes are what the program asked for, allocated bytes the blocks that it got (with rounding, as
-/// torch.cuda.memory_allocated() counts), reserved bytes what the allocator has from the driver.
+/// Requested bytes are those that the program requested, allocated bytes those of its blocks (with rounding, as
+/// torch.cuda.memory_allocated() counts), reserved bytes those that the allocator has from the driver.
 ///
 /// With four files or more, or a folder of them (one per rank), it compares them and names those that differ.
 #[derive(Debug, clap::Args)]

@@ -44,10 +44,10 @@ use crate::size;
 /// recording.
 ///
 /// Driver calls take the time measured on an H200. "steady" is the second half of the recorded time, when a program has
-/// reached its steady state: the share of it that driver calls take, and the part of that for remapping, which is
-/// mapping physical memory that was mapped before. New mappings are not remapping. JSON has these figures as "steady",
-/// and the whole recorded time as "recorded_seconds"; both are null if the recording has no time stamps, and "steady"
-/// for RMM logs.
+/// reached its steady state. It has the share of this time that driver calls take, and the share of remapping: mapping
+/// physical memory that was mapped before. New mappings are not remapping. JSON has these figures as "steady", and the
+/// whole recorded time as "recorded_seconds"; both are null if the recording has no time stamps, and "steady" for RMM
+/// logs.
 /// "driver_seconds_modelled" is the time of all driver calls.
 #[derive(Debug, clap::Args)]
 #[command(

@@ -18,7 +18,7 @@ use crate::size;
 
 /// Writes a page for the browser: memory over time, and who holds it at any moment
 ///
-/// One HTML file with everything in it, which needs no network and no server: allocated and cached memory and
+/// The page is one HTML file, which needs no network and no server. It shows allocated and cached memory and
 /// fragmentation over time; the segments and blocks, a flame graph and the largest holders at the cursor; allocations
 /// as bands; events and regions that the program named; search by frame; out-of-memory events and retries; stacks to
 /// pin and copy. Record with stacks to see who holds memory: torch.cuda.memory._record_memory_history(). `warpool diff

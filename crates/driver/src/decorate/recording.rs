@@ -1,6 +1,6 @@
-//! A driver that logs every call. Two runs of one program on the same driver with the same seed give equal logs: what
-//! differs from run to run (addresses of this process, raw handles) is replaced by a number, and bytes by their count
-//! and a hash. Calls of several threads are in the order in which they ended.
+//! A driver that logs every call. Two runs of one program on the same driver with the same seed give equal logs: values
+//! that differ from run to run (addresses of this process, raw handles) are replaced by numbers, and bytes by their
+//! count and a hash. Calls of several threads are in the order in which they ended.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;

@@ -1,5 +1,5 @@
-//! Why a recorded program ran out of memory, or what it needed: who held memory, what kind it was, where the rest was,
-//! what the reason was, and what would have fitted.
+//! Explains why a recorded program ran out of memory, or what it needed: who held memory, of which categories, where
+//! the rest was, the reason, and which changes would have made it fit.
 //!
 //! ```no_run
 //! use warpool_trace::explain::{ExplainOptions, explain};
@@ -12,9 +12,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! `moment.rs` chooses the moment, `parts.rs` says where the device's memory was then, `holders.rs` who held it,
-//! `categories.rs` what kind it was, `periods.rs` whether it grew, `verdict.rs` why it ran out; `fits.rs` replays
-//! changes, and `advice.rs` says what to do. The state at a moment comes from the recorded events alone
+//! `moment.rs` chooses the moment. For it, `parts.rs` finds where the device's memory was, `holders.rs` who held it,
+//! `categories.rs` its categories, `periods.rs` whether it grew, and `verdict.rs` why it ran out. `fits.rs` replays
+//! changes, and `advice.rs` makes the advice. The state at a moment comes from the recorded events alone
 //! (`replay/state.rs`).
 
 mod advice;

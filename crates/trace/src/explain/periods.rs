@@ -85,7 +85,7 @@ pub(super) struct Growth {
 }
 
 /// Whether the allocated bytes at the beginnings of the periods grow steadily: over the last two thirds, in nearly
-/// every period, and no less in the second half than in the first by much.
+/// every period, and in the second half not much less than in the first.
 pub(super) fn growth(bytes_at: &[u64]) -> Option<Growth> {
     const BYTES_MIN: u64 = 1 << 20;
     if bytes_at.len() < PERIODS_MIN {

@@ -1,6 +1,6 @@
 //! Finds the interpretation of a recording that reproduces it. A recording does not contain the order of free blocks,
-//! its pools, its memory limit or every change of settings; what is inferred about them is confirmed by a replay in
-//! which every address and every segment event is as recorded.
+//! its pools, its memory limit or every change of settings; they are inferred, and confirmed by a replay in which every
+//! address and every segment event is as recorded.
 
 use warpool::driver::sim::SimDevice;
 use warpool::memory::{Action, Backend, FreeBlockOrder, Settings};

@@ -162,9 +162,9 @@ pub fn tune(
 const SWITCH_SAVES_PART: u64 = 50;
 const SWITCH_SAVES_BYTES: u64 = 256 << 20;
 
-/// Candidates that fit come first, by reserved bytes, then by driver time. Small gains are not worth a change: another
-/// allocator than the recorded one counts as if it reserved more, and the recorded settings count as if they reserved
-/// less, by the amount that other addresses alone change.
+/// Candidates that fit come first, by reserved bytes, then by driver time. Small gains are not worth a change. So
+/// another allocator than the recorded one counts as if it reserved more. The recorded settings count as if they
+/// reserved less, by the amount that other addresses alone change.
 fn rank(tuned: &mut [Tuned]) {
     let own = tuned.iter().filter(|tuned| tuned.fits() && !tuned.switches_allocator());
     let own = own.map(Tuned::peak_reserved_bytes).min();

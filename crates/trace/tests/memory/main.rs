@@ -1,5 +1,5 @@
-//! How much memory a recording may take: that of hostile files is limited, that of real ones is a small multiple of
-//! their size, and the estimates of the budget are not exceeded. The memory is counted by the allocator of this binary.
+//! The memory that a recording takes: limited for hostile files, and a small multiple of the size for real ones. The
+//! estimates of the budget are not exceeded. The memory is counted by the allocator of this binary.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -28,8 +28,8 @@ pub struct Epoch {
 
 /// For every timeline, the number of the last operation known to be done.
 ///
-/// A tree whose nodes clocks share, so that copying one takes one step, and joining or comparing two takes one step per
-/// node that differs: most clocks are a recent copy of another, with a few entries of their own.
+/// A tree whose nodes are shared between clocks. Copying a clock takes one step, and joining or comparing two takes one
+/// step per node that differs. Most clocks are a recent copy of another, with a few entries of their own.
 #[derive(Clone, Debug, Default)]
 pub struct VectorClock {
     root: Option<Arc<Node>>,

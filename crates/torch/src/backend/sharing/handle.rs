@@ -1,8 +1,9 @@
 //! Shared memory as bytes that another process gets.
 //!
-//! For plain memory they are CUDA's 64, which every version of PyTorch accepts, also with its own allocator; those of
-//! PyTorch's allocator, with two bytes in front, are accepted here. Pages have a form of their own. Where possible it
-//! is preceded by the form of PyTorch's allocator for expandable segments, which ignores what follows.
+//! For plain memory they are CUDA's 64 bytes, which every version of PyTorch accepts, even with its own allocator. The
+//! handles of PyTorch's allocator, with two bytes in front, are accepted here too. Pages have a form of their own.
+//! Where possible it is preceded by the form of PyTorch's allocator for expandable segments, which ignores what
+//! follows.
 
 use warpool_driver::{IpcMemoryHandle, PhysicalId};
 

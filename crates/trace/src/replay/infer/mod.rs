@@ -1,5 +1,5 @@
-//! What a recording does not contain and is inferred from its events before it is replayed: the state at its start, the
-//! pool of each allocation, why memory was released, and the memory limit.
+//! Infers what a recording does not contain from its events, before it is replayed: the state at its start, the pool of
+//! each allocation, why memory was released, and the memory limit.
 
 mod heap;
 mod initial_state;

@@ -1,9 +1,9 @@
 //! Inference for recordings of the paged allocator. They name their pools, and the entries of one call have one time,
 //! so little has to be inferred: which pages were returned by a trim rather than reclaimed for a request.
 //!
-//! A recording does not contain: trims that returned nothing, trims to a target, the release of a pool whose pages
-//! later requests reclaimed, the progress of streams when pages were reclaimed (a page is unmapped only after its
-//! stream has passed), and what other threads did in between. Recordings in which these mattered do not replay exactly.
+//! A recording does not contain trims that returned nothing, trims to a target, the release of a pool whose pages later
+//! requests reclaimed, the progress of streams when pages were reclaimed (a page is unmapped only after its stream has
+//! passed), and the actions of other threads in between. Recordings in which these mattered do not replay exactly.
 
 use warpool::memory::{Action, Settings, TraceEntry};
 

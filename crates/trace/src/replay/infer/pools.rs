@@ -1,7 +1,7 @@
-//! The pool of each segment. Newer recordings name it. Older ones name it only for segments that are in the snapshot;
-//! another segment is assumed to be in the default pool unless the recording contradicts that: a better block was not
-//! used, new memory was allocated although a free block fitted, or some segments were released and others kept that
-//! would have been released with them.
+//! The pool of each segment. Newer recordings name it. Older ones name it only for segments that are in the snapshot.
+//! Another segment is assumed to be in the default pool unless the recording contradicts that. Contradictions are: a
+//! better block was not used; new memory was allocated although a free block fitted; some segments were released, and
+//! others were kept that would have been released with them.
 //!
 //! A finer division into pools always explains a recording; the extreme is one pool per segment. So the coarsest one is
 //! inferred, and the number of inferred assignments is reported.

@@ -1,5 +1,5 @@
-//! Which segments could be returned to the driver, at least in part: what changed since the last release, so that a
-//! recording with many releases and many segments does not list all segments at each release.
+//! Tracks which segments could be returned to the driver, at least in part. Only changes since the last release are
+//! kept, so that a recording with many releases and many segments does not list all segments at each release.
 
 use rustc_hash::FxHashMap;
 
