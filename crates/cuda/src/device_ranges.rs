@@ -54,7 +54,7 @@ pub(crate) enum Lookup {
     Inside,
     /// The range starts in known memory and runs over its end, which is there.
     Overruns(u64),
-    /// It is unknown.
+    /// The memory is not known here.
     Unknown,
 }
 

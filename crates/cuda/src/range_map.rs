@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 /// Values by address range.
 pub(crate) struct RangeMap<T>(BTreeMap<u64, Range<T>>);
 
-/// One range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Range<T> {
     /// Its length.

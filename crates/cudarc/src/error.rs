@@ -7,11 +7,11 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Warpool's.
+    /// An error of Warpool.
     #[error(transparent)]
     Warpool(#[from] warpool::Error),
 
-    /// cudarc's.
+    /// An error of cudarc.
     #[error("cudarc: {0}")]
     Cudarc(#[from] cudarc::driver::DriverError),
 

@@ -241,7 +241,7 @@ pub enum Error {
     /// An operation that only the caching allocator has.
     #[error("{what} is not possible with backend:{backend}; choose backend:native")]
     NativeOnly {
-        /// What.
+        /// The operation.
         what: &'static str,
         /// The backend.
         backend: &'static str,

@@ -239,7 +239,6 @@ impl BenchContext {
         Ok(here.min(fastest_of_cores(self.duration, mutex, round)?))
     }
 
-    /// Operations of a round.
     fn round_ops(&self) -> u64 {
         (self.ops / ROUNDS).max(1)
     }

@@ -524,6 +524,5 @@ pub(crate) fn is_loaded(driver: &CudaDriver, module: ModuleId) -> impl Fn() -> b
     move || raw.exists.load(Ordering::SeqCst)
 }
 
-/// The devices.
 pub(crate) const DEVICE: DeviceId = DeviceId(0);
 pub(crate) const OTHER_DEVICE: DeviceId = DeviceId(1);

@@ -13,7 +13,6 @@ use warpool_driver::{ErrorCode, Library, Result};
 use crate::error::CallSite;
 use crate::shared_library::{MissingLibrary, MissingSymbol, SharedLibrary, toolkit_candidates};
 
-/// A library's handle.
 pub(crate) type RawLibraryHandle = *mut c_void;
 
 /// A library's name without version, for errors, and its file names, the newest first.
@@ -34,7 +33,6 @@ pub(crate) const fn files(library: Library) -> Files {
     Files { library, names }
 }
 
-/// The functions of a library.
 pub(crate) struct LibraryFunctions {
     /// Creates a handle.
     pub(crate) create: unsafe extern "C" fn(*mut RawLibraryHandle) -> u32,

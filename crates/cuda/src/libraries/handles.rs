@@ -21,7 +21,6 @@ use crate::stream_users::StreamUser;
 
 /// A library handle in the object table.
 pub(crate) struct LibraryHandle {
-    /// The library.
     pub(super) library: Library,
     /// The library's handle.
     pub(super) raw: CudaHandle<c_void>,

@@ -36,7 +36,6 @@ pub struct AllocatedBlock {
     pub rule: Rule,
 }
 
-/// The categories of blocks.
 pub(super) struct BlockCategories<'a> {
     categories: &'a mut Categories,
     events: &'a [TraceEntry],

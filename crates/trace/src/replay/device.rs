@@ -164,7 +164,6 @@ impl<'a> DeviceReplay<'a> {
         &self.settings
     }
 
-    /// The events.
     pub(crate) fn events(&self) -> &'a [TraceEntry] {
         self.events
     }

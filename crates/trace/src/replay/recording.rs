@@ -39,7 +39,6 @@ pub fn has_times(events: &[TraceEntry]) -> bool {
     events.windows(2).any(|pair| pair[0].time_us != pair[1].time_us)
 }
 
-/// The recording of one device.
 #[derive(Clone, Copy)]
 pub(super) struct DeviceRecording<'a> {
     pub device: u32,

@@ -218,7 +218,6 @@ fn take_graph_memory(state: &mut SimState, exec: GraphExecId) -> Result<()> {
     Ok(())
 }
 
-/// Queues a launch.
 fn queue_launch(state: &mut SimState, exec: GraphExecId, stream: StreamId) -> Result<()> {
     let Exec { graph, template, kernels, last_launch, .. } = state.exec(exec)?;
     let mut waits = Vec::new();

@@ -18,7 +18,6 @@ use crate::{
     BlasMath, Call, DeviceId, DevicePtr, ErrorCode, HandleId, Libraries, Library, RawHandle, Result, Sgemm, StreamId,
 };
 
-/// The alignment of a workspace.
 const WORKSPACE_ALIGNMENT: u64 = 256;
 
 impl SimDriver {

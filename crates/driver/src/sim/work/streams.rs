@@ -13,7 +13,6 @@ use crate::sim::steps;
 use crate::sim::table::{Missing, Table};
 use crate::{DeviceId, StreamId};
 
-/// The streams of a device.
 #[derive(Debug)]
 struct DeviceStreams {
     legacy: StreamId,

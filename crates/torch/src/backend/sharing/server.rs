@@ -38,7 +38,6 @@ pub(super) struct PageServer {
 }
 
 impl PageServer {
-    /// Starts it.
     pub(super) fn start(driver: Arc<dyn Driver>) -> io::Result<Self> {
         let half = || u128::from(RandomState::new().build_hasher().finish());
         let id = ServerId { process: std::process::id(), number: half() << 64 | half() };

@@ -56,7 +56,6 @@ pub(super) struct DriverAllocation {
     pub had_unused_segment: bool,
 }
 
-/// A request failed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FailedRequest {
     pub bytes_reserved: u64,

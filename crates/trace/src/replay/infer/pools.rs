@@ -16,7 +16,6 @@ use crate::steps;
 /// A pool by its number in [`InferredPools::origins`].
 pub(in crate::replay) type PoolIndex = u32;
 
-/// The default pool.
 pub(in crate::replay) const DEFAULT_POOL: PoolIndex = 0;
 
 /// How a pool is known.

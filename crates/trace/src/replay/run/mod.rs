@@ -69,7 +69,6 @@ pub(super) struct Expected {
     pub stops_at_difference: bool,
 }
 
-/// The result of a run.
 #[derive(Clone, Debug, Default)]
 pub(super) struct RunResult {
     pub addresses_equal: u64,
