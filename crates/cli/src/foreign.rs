@@ -6,7 +6,6 @@ use warpool_conformance::{CheckError, CheckResult, Level, Suite, TestContext, ch
 use warpool_cuda::CudaDriver;
 use warpool_driver::{CaptureMode, Copies, ErrorCode, ForeignStream, Memory, Pattern, StreamId, Streams};
 
-/// The suite.
 pub const SUITE: Suite = Suite::new(
     "foreign",
     Level::Driver,

@@ -22,7 +22,6 @@ use crate::unsafe_calls::foreign_stream;
 
 const MIB: u64 = 1 << 20;
 
-/// The machine.
 pub struct Machine {
     pub sim: Arc<SimDriver>,
     pub faulty: Arc<Faulty>,

@@ -14,7 +14,6 @@ use warpool_driver::{IpcEventHandle, SharedMemory};
 use child::ChildProcess;
 use peer::{READY, RECORDED, RUNNING, Task};
 
-/// The suite.
 pub const SUITE: Suite = Suite::new(
     "processes",
     Level::Driver,

@@ -95,7 +95,6 @@ impl SimState {
         self.current_call.number
     }
 
-    /// Counts all objects.
     pub fn object_counts(&self) -> ObjectCounts {
         let (graphs, graph_execs) = self.graphs.counts();
         let mut counts = ObjectCounts {

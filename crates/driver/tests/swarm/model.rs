@@ -42,7 +42,6 @@ pub struct Outcome {
     pub done: bool,
 }
 
-/// The kind of a conflict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConflictKind {
     /// Two unordered accesses.

@@ -78,7 +78,7 @@ impl Kind {
 pub(super) struct Growth {
     /// The first period that counts: what comes before is warm-up.
     pub first: usize,
-    /// The last one.
+    /// The last period.
     pub last: usize,
     /// How much more is allocated at its beginning.
     pub bytes: u64,

@@ -66,7 +66,7 @@ impl Frameworks {
         self
     }
 
-    /// Only these.
+    /// Only these packages, instead of the default ones.
     #[must_use]
     pub fn only(names: &[String]) -> Self {
         Self { names: names.to_vec() }

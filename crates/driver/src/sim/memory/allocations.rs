@@ -85,7 +85,6 @@ impl Memory {
         Ok(())
     }
 
-    /// Allocates from a pool.
     pub fn allocate_from_pool(&mut self, pool: PoolId, bytes: u64) -> Result<DevicePtr> {
         self.take_from_pool(pool, bytes)?;
         let Some(start) = self.space.find(bytes, ALLOCATION_UNIT) else {

@@ -11,7 +11,6 @@ use crate::{Access, DeviceId, ErrorCode, PoolAttribute as Attribute, PoolId, Res
 /// A pool reserves multiples of this, as measured on an H200.
 const GROWTH_UNIT: u64 = 32 << 20;
 
-/// A pool.
 #[derive(Clone, Debug)]
 pub struct Pool {
     pub device: DeviceId,

@@ -23,7 +23,6 @@ pub type BodySlot = Arc<OnceLock<Arc<Template>>>;
 /// Addresses that captured nodes allocate, with their pools.
 pub type GraphMemory = Vec<(DevicePtr, PoolId)>;
 
-/// A capture.
 #[derive(Debug)]
 pub struct Capture {
     pub origin: StreamId,
@@ -87,7 +86,6 @@ pub struct Conditional {
     pub used: bool,
 }
 
-/// All captures.
 #[derive(Debug, Default)]
 pub struct Captures {
     table: Table<Capture>,
@@ -338,7 +336,6 @@ impl Captures {
         before.unwrap_or_default()
     }
 
-    /// The ids of these nodes.
     pub fn node_ids(&self, capture: CaptureId, nodes: &[u32]) -> Vec<NodeId> {
         let state = self.get(capture);
         nodes.iter().map(|&node| state.nodes[node as usize].id).collect()

@@ -37,7 +37,6 @@ pub struct QueuedWork {
     pub work: Work,
 }
 
-/// A stream.
 #[derive(Debug)]
 pub struct Stream {
     pub device: DeviceId,

@@ -66,7 +66,6 @@ const RAW_BASE: u64 = 0x5000_0000;
 /// The distance between raw handles.
 const RAW_STEP: u64 = 0x40;
 
-/// All streams.
 #[derive(Debug, Default)]
 pub struct Streams {
     table: Table<Stream>,

@@ -13,7 +13,6 @@ struct Timeline {
     waiters: Vec<(u64, StreamId)>,
 }
 
-/// All timelines.
 #[derive(Debug)]
 pub struct Timelines {
     all: Vec<Timeline>,
