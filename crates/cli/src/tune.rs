@@ -140,7 +140,7 @@ fn write(tuned: &[Tuned], names: &[String], exact: bool, is_rmm: bool, output: &
     if !exact {
         output.paragraph("The model is not proven on every recording: the figures are estimates.")?;
     }
-    // The widest range of all controls, which is that of the one that left the recorded addresses first.
+    // The widest range of all controls.
     let controls = tuned.iter().filter_map(Tuned::control_range);
     let widest = controls.max_by_key(|(least, most)| most - least);
     let widest = widest.filter(|&(least, most)| size::format(least) != size::format(most));

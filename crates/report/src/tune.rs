@@ -7,7 +7,7 @@ use warpool_trace::tune::Tuned;
 
 use crate::bytes_text::text;
 
-/// The best candidate that fits and can be set.
+/// The best candidate that fits and whose figures are not just a lower bound.
 #[must_use]
 pub fn best(tuned: &[Tuned]) -> Option<&Tuned> {
     tuned.iter().find(|tuned| tuned.fits() && !tuned.candidate.is_lower_bound)

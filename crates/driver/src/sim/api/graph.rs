@@ -188,8 +188,9 @@ impl SimDriver {
     }
 }
 
-/// Takes the memory that the graph's nodes allocate from its pools, unless an earlier launch has taken it. Queued
-/// launches count, whether they have run or not.
+/// Takes the memory that the graph's nodes allocate from its pools, unless an earlier launch has taken it: then it is
+/// used again with `auto_free_on_launch`, and otherwise the launch is refused. Queued launches count, whether they have
+/// run or not.
 fn take_graph_memory(state: &mut SimState, exec: GraphExecId) -> Result<()> {
     let Exec { template, options, .. } = state.exec(exec)?;
     let mut taken = Vec::new();
