@@ -1,4 +1,4 @@
-//! What the examples share: opening a GPU by one flag, and the check at the end.
+//! Code shared by the examples: opening a GPU by one flag, and the check at the end.
 //!
 //! ```text
 //! cargo run -p warpool-examples --bin saxpy             # on the simulated GPU
@@ -12,7 +12,7 @@ use warpool::Instance;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool_cuda::CudaDriver;
 
-/// What an example returns.
+/// The result of an example.
 pub type Outcome = Result<(), Box<dyn Error>>;
 
 /// A GPU, simulated or real.

@@ -1,5 +1,5 @@
-//! Reads any bytes as a recording and replays what that gives: no panic, no abort, and no more memory than allowed.
-//! What is read is written and read again, and must be the same.
+//! Reads any bytes as a recording and replays it: no panic, no abort, and no more memory than allowed. What is read is
+//! written and read again, and must be the same.
 
 #![no_main]
 
@@ -22,7 +22,7 @@ fuzz_target!(|data: &[u8]| {
             assert!(again.snapshot == recording.snapshot, "written and read again, it differs");
         }
     }
-    // Replaying takes time for each event; what matters shows with a few.
+    // Replaying takes time for each event, and a few events are enough.
     if recording.snapshot.traces.iter().map(Vec::len).sum::<usize>() <= 2_000 {
         let options = ReplayOptions { memory_limit: Some(MEMORY_LIMIT), ..ReplayOptions::default() };
         let _ = replay(&recording.snapshot, &options);

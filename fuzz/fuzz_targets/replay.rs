@@ -1,5 +1,5 @@
-//! Replays, explains and draws recordings made of any bytes, a few for each event: most are valid pickles' contents,
-//! and many of their events match one another, which random pickles' do not.
+//! Replays, explains and draws recordings made from any bytes, a few bytes for each event. Most are valid contents of a
+//! pickle, and many of their events match one another, unlike those of random pickles.
 
 #![no_main]
 
@@ -15,7 +15,7 @@ const MIB: u64 = 1 << 20;
 const BASE: u64 = 0x7f00_0000_0000;
 const MEMORY_LIMIT: u64 = 64 << 20;
 
-/// Bytes that are used up one by one; 0 behind the end.
+/// Bytes that are consumed one by one; 0 after the end.
 struct Bytes<'a>(&'a [u8]);
 
 impl Bytes<'_> {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests the Python package and its C++ layer on the simulated GPU, then builds a wheel as the one to distribute,
+# Tests the Python package and its C++ layer on the simulated GPU, then builds a wheel like the distributed one,
 # installs it into an empty environment and uses it there. Needs Python 3.9 or later (for the wheel 3.10), a Rust
 # toolchain, PyPI and a C++ compiler; no PyTorch, no GPU. `--no-wheel` skips the wheel.
 set -euo pipefail

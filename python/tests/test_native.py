@@ -327,7 +327,7 @@ class Stacks(unittest.TestCase):
 
     @isolated
     def test_interrupt_in_the_hook_is_sent_again(self) -> None:
-        # Python has no handler where the tests run in the background of a shell, which has them ignore it.
+        # A shell makes its background processes ignore SIGINT; then Python installs no handler.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _native.record_history(True, 100, 3)
         _stacks.install()

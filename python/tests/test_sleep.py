@@ -52,7 +52,7 @@ class Sleep(unittest.TestCase):
         self.assertEqual((found["kv"].bytes, found["kv"].bytes_device, found["kv"].bytes_host), (50 * MIB, 0, 50 * MIB))
         with self.assertRaisesRegex(warpool.Error, "wake the tag"), _sleep.tag("kv", 0):
             _native.malloc(MIB)
-        # Weights before the cache; what sleeps can be freed.
+        # Weights wake before the cache; sleeping memory can be freed.
         self.assertEqual(_sleep.wake("weights").bytes_copied, 30 * MIB)
         self.assertEqual([info.asleep for info in _sleep.tags()], [True, False])
         self.assertEqual(_sleep.sleep(["kv"], keep="discard").unchanged, 1)

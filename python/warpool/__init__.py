@@ -37,7 +37,7 @@ __all__ = [
     "view",
 ]
 
-# Imported by the first use: a training that only enables the allocator need not wait for them.
+# Imported at first use: a training that only enables the allocator does not wait for them.
 _MODULES = {
     "_answers": ("Difference", "Explanation", "Page", "Replay", "Tuning"),
     "_ask": ("diff", "explain", "replay", "tune", "view"),

@@ -21,7 +21,7 @@ def main() -> int:
     """Replaces this process by the command; returns only if it is not there."""
     for folder in _folders():
         command = folder / "warpool"
-        # A wheel's command is a program; one that an entry point made would be Python, and come back here.
+        # A wheel's command is an executable; a script of an entry point would be Python, and call this again.
         if command.is_file() and command.open("rb").read(4) == b"\x7fELF":
             os.execv(command, [str(command), *sys.argv[1:]])
     looked = ", ".join(str(folder) for folder in _folders())

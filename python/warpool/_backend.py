@@ -124,7 +124,7 @@ def check(path: Path, torch: Any) -> None:
 
 
 def _load(path: Path, torch: Any) -> ctypes.CDLL:
-    # The backend's references to Warpool's functions are resolved among the symbols that are global.
+    # The backend's references to Warpool's functions are resolved among global symbols.
     _native.library()
     ctypes.CDLL(_native.library_path(), mode=ctypes.RTLD_GLOBAL)
     try:

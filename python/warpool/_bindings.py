@@ -147,7 +147,7 @@ BINDINGS: Dict[str, Callable[..., Any]] = {
     "_cuda_resetAccumulatedMemoryStats": _native.reset_accumulated_stats,
     "_cuda_memorySnapshot": memory_snapshot,
     "_cuda_getMemoryFraction": _native.memory_fraction,
-    # PyTorch's own calls a hook, which cannot report an error.
+    # PyTorch's own function calls a hook, which cannot report an error.
     "_cuda_setMemoryFraction": _native.set_memory_fraction,
     "_cuda_emptyCache": _native.empty_cache,
     "_cuda_record_memory_history": record_memory_history,
@@ -155,7 +155,8 @@ BINDINGS: Dict[str, Callable[..., Any]] = {
     "_cuda_isHistoryEnabled": is_history_enabled,
     "_cuda_setMemoryMetadata": set_memory_metadata,
     "_cuda_getMemoryMetadata": get_memory_metadata,
-    # PyTorch's own is False while its native allocator is unused, and PyTorch would then not call those below.
+    # PyTorch's own function returns False while its native allocator is unused, and PyTorch would not call the
+    # functions below.
     "_accelerator_isAllocatorInitialized": lambda: True,
     "_accelerator_getDeviceStats": memory_stats,
     "_accelerator_resetPeakStats": _native.reset_peak_stats,

@@ -53,7 +53,7 @@ def recording_input(given: Recording) -> Input:
 
 def _path_bytes(given: "Union[str, os.PathLike[str], os.PathLike[bytes]]") -> bytes:
     path = os.fsencode(given)
-    # The system would take what is before it for the path.
+    # The system would take the part before the null character as the path.
     if b"\0" in path:
         raise ValueError("a path cannot have a zero in it")
     return path

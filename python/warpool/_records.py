@@ -31,7 +31,7 @@ class Record(Mapping[str, Any]):
         return len(self._data)
 
     def __getattr__(self, name: str) -> Any:
-        # Names that begin so are Python's own, and asked for before there is any data.
+        # Names that begin with `_` are Python's own, and looked up before there is any data.
         if not name.startswith("_"):
             try:
                 return self[name]

@@ -33,7 +33,7 @@ def install() -> None:
     if not _registered:
         _registered = True
         atexit.register(remove)
-        # Never removed: others may have replaced it and call it.
+        # Never removed: another hook may have replaced it and call it.
         _unraisable_before, sys.unraisablehook = sys.unraisablehook, _unraisable
     _native.set_stack_hook(_HOOK)
 

@@ -50,7 +50,7 @@ _HOOKS = {
     "set_release_pool": "warpool_release_pool",
 }
 
-# What does not work through the pluggable interface.
+# Features that do not work through the pluggable interface.
 _LOST = (
     "torch.cuda.MemPool, graph trees of torch.compile, cuDNN's benchmark mode, tensors shared between processes, "
     "out-of-memory observers, C++ stacks, the profiler's memory, and pinned memory (PyTorch's own is used)"
@@ -214,7 +214,7 @@ def _install_pluggable(torch: Any) -> Any:
     """Installs Warpool through the pluggable interface and returns PyTorch's allocator object."""
     allocator, changes = _build(torch), _changes(torch)
     _unsupported.switch_benchmark_off(torch)
-    # After this call nothing can fail: it cannot be undone.
+    # Nothing may fail after this call, since it cannot be undone.
     try:
         torch.cuda.memory.change_current_allocator(allocator)
     except RuntimeError as error:

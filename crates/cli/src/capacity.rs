@@ -7,8 +7,8 @@ use crate::size;
 /// The memory of the device.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct CapacityArgs {
-    /// Memory of the device, for example 24GiB: of the whole card, as PyTorch's out-of-memory message has it, of which
-    /// a context takes 0.5 GiB [default: that of the card, if it follows from the recording]
+    /// Memory of the device, for example 24GiB: of the whole card, as in PyTorch's out-of-memory message; a context
+    /// takes 0.5 GiB of it [default: that of the card, if it can be inferred from the recording]
     #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with = "gpu")]
     capacity: Option<u64>,
     /// The card in place of its memory, for example h100-80gb or rtx4090; `--gpu list` names them

@@ -1,4 +1,4 @@
-//! Names of input files: `-` for the standard input, folders, and short names that tell files apart.
+//! Names of input files: `-` for the standard input, folders, and short names that distinguish files.
 
 use std::path::{Path, PathBuf};
 
@@ -19,7 +19,7 @@ fn stem(name: &str) -> Option<&str> {
     ENDINGS.iter().find_map(|ending| plain.strip_suffix(ending))
 }
 
-/// The name for a file that is made of a recording: its own without its endings.
+/// The name for a file made from a recording: its own name without endings.
 pub fn name_without_endings(file: &Path) -> String {
     let name = file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let saved = || [".pt", ".pth"].iter().find_map(|ending| name.strip_suffix(ending));
@@ -64,7 +64,7 @@ pub fn expand_folders(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
     Ok(expanded)
 }
 
-/// The shortest names that tell the files apart: the file's own, with as much of its path as needed.
+/// The shortest names that distinguish the files: the file's own, with as much of its path as needed.
 pub fn short_names(files: &[PathBuf]) -> Vec<String> {
     let parts: Vec<Vec<String>> = files
         .iter()

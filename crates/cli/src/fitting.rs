@@ -6,7 +6,7 @@ use comfy_table::{ColumnConstraint, ContentArrangement, Row, Table, Width};
 const NO_BREAK: char = '\u{a0}';
 
 /// The lines of a table. Cells are wrapped between words, and longer words, such as file names, also within. If the
-/// width is not enough even so, the cells of a row are below one another.
+/// width is still not enough, the cells of a row are written below one another.
 pub fn fitted(table: &Table, width: usize) -> Vec<String> {
     let mut table = table.clone();
     let header: Vec<String> = table.header().map(cells).unwrap_or_default();
@@ -51,7 +51,7 @@ fn bound(text: &str) -> String {
     bound
 }
 
-/// The width that a cell needs: that of its longest word, of a long one a part.
+/// The width that a cell needs: that of its longest word, or of a part of it if it is very long.
 fn least_width(cell: &str) -> usize {
     /// Long names may be broken from here on; a size with its unit is shorter.
     const BREAKABLE: usize = 16;

@@ -6,7 +6,6 @@ use warpool_conformance::{CheckError, CheckResult, Level, Suite, TestContext, ch
 use warpool_cuda::CudaDriver;
 use warpool_driver::{CaptureMode, Copies, ErrorCode, ForeignStream, Memory, Pattern, StreamId, Streams};
 
-/// The suite.
 pub const SUITE: Suite = Suite::new(
     "foreign",
     Level::Driver,
@@ -41,7 +40,7 @@ fn adopted_stream_shares_the_order_of_work(context: &TestContext) -> CheckResult
     expect_eq("the id when adopted again", other.stream_adopt(context.device_id, handle)?, adopted)?;
     expect_eq("its handle", other.stream_handle(adopted)?.raw, handle.raw())?;
     let ptr = other.mem_alloc(context.device_id, 4096)?;
-    // Behind a kernel of the first driver: one stream, one order.
+    // Queued after a kernel of the first driver: both drivers use one stream.
     context.keep_busy(stream)?;
     other.fill(ptr, Pattern::U8(5), 4096, adopted)?;
     expect(!other.stream_query(adopted)?, "the adopted stream has unfinished work of the first driver")?;

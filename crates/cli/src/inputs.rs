@@ -36,7 +36,7 @@ pub fn open(
     bar: &ProgressBar,
 ) -> std::result::Result<Opened, String> {
     begin(bar, "reading");
-    // Of the standard input the size is not known: the bar stays empty.
+    // The size of the standard input is not known: the bar stays empty.
     let reading = |progress: Progress| {
         if let Some(total) = progress.bytes_total {
             show(bar, progress.bytes_read, total);
@@ -92,7 +92,7 @@ pub fn progress_bars(quiet: bool) -> MultiProgress {
     let bars = MultiProgress::with_draw_target(target);
     if !bars.is_hidden() {
         *BARS.lock().unwrap_or_else(PoisonError::into_inner) = Some(bars.clone());
-        // Without a handler the process ends all the same.
+        // Without a handler the process ends too, but leaves the bars.
         HANDLER.call_once(|| drop(ctrlc::set_handler(interrupted)));
     }
     bars
@@ -153,7 +153,7 @@ pub fn in_parallel<T: Send>(
     })
 }
 
-/// How many threads work on so many files.
+/// How many threads work on `files` files.
 fn workers(files: usize) -> usize {
     cores().min(files).max(1)
 }

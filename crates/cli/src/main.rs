@@ -142,7 +142,7 @@ fn exit_with_usage(error: &clap::Error) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// Clap's message on one line, without the usage block; of its tips only those about a misspelled name.
+/// Clap's message on one line, without the usage block; with only those tips that are about a misspelled name.
 fn one_line(message: &str) -> String {
     let lines = message.lines().map(str::trim);
     let head = lines.take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"));

@@ -1,7 +1,8 @@
-//! Output of the commands: tables for people, or one JSON object per line for programs; never both. Also the exit
+//! Output of the commands: tables for readers, or one JSON object per line for programs; never both. Also the exit
 //! status of a result.
 //!
-//! Text of a recording may contain anything. All output passes here, and what a terminal would act on is escaped.
+//! Text of a recording may contain anything. All output goes through here, and characters that a terminal would
+//! interpret are escaped.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -33,8 +34,8 @@ pub enum CommandError {
     Output(io::Error),
 }
 
-/// Whether a terminal acts on a character instead of showing it: control characters, and those that change the order in
-/// which text is shown.
+/// Whether a terminal interprets a character instead of showing it: control characters, and those that change the order
+/// in which text is shown.
 fn is_active(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -44,7 +45,7 @@ fn escape(c: char) -> String {
     if is_active(c) { c.escape_default().to_string() } else { c.to_string() }
 }
 
-/// `text` (a file name, for example) on one line, with what a terminal would act on escaped.
+/// `text` (a file name, for example) on one line, with characters that a terminal would interpret escaped.
 pub fn printable(text: &str) -> String {
     text.chars().map(escape).collect()
 }
@@ -67,7 +68,7 @@ fn printable_json(object: &Value) -> String {
     text.chars().map(|c| if is_active(c) { format!("\\u{:04x}", u32::from(c)) } else { c.to_string() }).collect()
 }
 
-/// Writes a line to stderr. A failure is ignored: the exit status tells the same, and `eprintln!` would panic.
+/// Writes a line to stderr. A failure is ignored: the exit status has the result, and `eprintln!` would panic.
 pub fn message(line: impl fmt::Display) {
     let _ = writeln!(io::stderr(), "{}", printable_lines(&line.to_string()));
 }
@@ -157,7 +158,7 @@ impl Output {
         if self.json { Ok(()) } else { writeln!(self.out, "{}", printable_lines(&line.to_string())) }
     }
 
-    /// Writes a line that stands out where a terminal is.
+    /// Writes a line in bold, if the output is a terminal.
     pub fn heading(&mut self, line: &str) -> io::Result<()> {
         if self.json || !self.bold {
             return self.line(line);
@@ -175,7 +176,7 @@ impl Output {
         lines.iter().try_for_each(|line| self.line(line))
     }
 
-    /// Writes a line of text, in several if a terminal is narrower. The further ones are indented by `indent`.
+    /// Writes a line of text, wrapped to the terminal's width. Continuation lines are indented by `indent`.
     pub fn remark(&mut self, line: &str, indent: usize) -> io::Result<()> {
         match self.width {
             None => self.line(line),

@@ -70,13 +70,13 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     let summary = warpool_conformance::run(&driver, &options, &mut |report| printer.add(report));
     let shown = printer.finish().and_then(|reports| print_summary(output, &reports, summary));
     match shown {
-        // The result counts also if the reader closed the pipe early.
+        // The result counts even if the reader closed the pipe early.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(if summary.failed == 0 { Verdict::Success } else { Verdict::Failure }),
     }
 }
 
-/// The totals come last, where a reader of a terminal looks first.
+/// The totals come last, where they are visible in a terminal.
 fn print_summary(output: &mut Output, reports: &[Report], summary: Summary) -> io::Result<()> {
     suites_table(output, reports)?;
     for reason in reasons(reports) {

@@ -5,7 +5,7 @@ use warpool::memory::lint;
 
 use crate::output::{self, Output, Result, Verdict};
 
-/// The environment variables with settings; those of a later one come on top.
+/// The environment variables with settings; later ones are applied on top.
 const VARIABLES: [&str; 2] = ["PYTORCH_CUDA_ALLOC_CONF", "WARPOOL_CONF"];
 
 /// Explains a settings string: every setting with its value, and what is invalid or has no effect

@@ -14,18 +14,18 @@ const INTERVAL: Duration = Duration::from_secs(60);
 
 /// Runs random programs over every allocator, with faults, on the simulated GPU, and checks everything they do
 ///
-/// A program draws a machine, an allocator with settings and some hundred steps, and makes them: allocations on
-/// several devices and streams, uses by other streams, private pools, captures and replays, limits, trims, checkpoints.
-/// Driver calls and callbacks are made to fail. Checked are the contents of every block, the hazard log of the
-/// simulated GPU, statistics beside a naive allocation table, invariants, errors without a cause, calls that do not
-/// return, what is left in the driver at the end, and the memory of this process.
+/// A program draws a machine, an allocator with settings and some hundred steps, and makes them: allocations on several
+/// devices and streams, uses by other streams, private pools, captures and replays, limits, trims, checkpoints. Driver
+/// calls and callbacks are made to fail. It checks the contents of every block, the hazard log of the simulated GPU,
+/// statistics against a naive allocation table, invariants, errors without a cause, calls that do not return, objects
+/// left in the driver at the end, and the memory of this process.
 ///
 /// The run stops at the first violation and shows the command that runs only that program again.
 /// A program is a function of the seed, its campaign and its number. Those of the campaign 'threads' use several
 /// threads, so their interleaving differs from run to run; all others do the same in every run.
 ///
 /// Memory: after the warm-up (a quarter of the time, at most five minutes) the resident memory of this process may
-/// exceed the most of the warm-up by a tenth and 64 MiB; beyond that is a violation.
+/// exceed the maximum of the warm-up by a tenth and 64 MiB; more is a violation.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 #[command(after_help = format!("Campaigns: {}\n\n\
@@ -43,7 +43,7 @@ pub struct Args {
     /// The same in seconds
     #[arg(long, value_name = "N", hide = true, conflicts_with_all = ["minutes", "programs", "program"])]
     seconds: Option<u64>,
-    /// Run so many programs of each campaign instead
+    /// Run this number of programs of each campaign instead
     #[arg(long, value_name = "N", conflicts_with = "program", value_parser = clap::value_parser!(u64).range(1..))]
     programs: Option<u64>,
     /// Run only the program with this number; needs one campaign
@@ -79,7 +79,7 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     let report = warpool_soak::run(&options, &mut |progress| printer.add(progress));
     let shown = printer.finish().and_then(|()| print(output, &options, &report));
     match shown {
-        // The result counts also if the reader closed the pipe early.
+        // The result counts even if the reader closed the pipe early.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(if report.violation.is_none() { Verdict::Success } else { Verdict::Failure }),
     }

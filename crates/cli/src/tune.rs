@@ -19,12 +19,13 @@ use crate::size;
 /// Finds the settings that serve recorded programs best, by replays
 ///
 /// Replays allocators and the settings that have an effect on the recordings, the recorded settings among them as a
-/// control, and ranks them: those that fit first, by peak reserved bytes, then by driver time. Another allocator comes
-/// before PyTorch's settings only if it saves 2% and 256 MiB more than these, and nothing comes before the recorded
-/// settings that saves less than other addresses change in them. With several recordings it finds one setting for all.
+/// control, and ranks them: those that fit first, by peak reserved bytes, then by driver time. Another allocator is
+/// ranked before PyTorch's settings only if it saves 2% and 256 MiB more than these. A candidate is ranked before the
+/// recorded settings only if it saves more than other address orders change. With several recordings it finds one
+/// setting for all.
 ///
-/// The smallest device is the whole card, with its context: `warpool replay --capacity` fits there in the same orders.
-/// It is found to within 1% or 64 MiB: on a device that is smaller by twice that, it does not fit.
+/// The smallest device is the whole card, with its context: `warpool replay --capacity` fits there in the same address
+/// orders. It is found to within 1% or 64 MiB: on a device that is smaller by twice that, it does not fit.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 success, 1 nothing that was tried fits, 2 a file cannot be read or needs more \
     than --memory-limit.\n\n\
@@ -41,7 +42,7 @@ pub struct Args {
     /// A further candidate, in the format of PYTORCH_CUDA_ALLOC_CONF; may be repeated
     #[arg(long, value_name = "STRING")]
     r#try: Vec<String>,
-    /// In how many orders of addresses a candidate is replayed, where addresses can matter
+    /// In how many address orders a candidate is replayed, where addresses can matter
     #[arg(long, value_name = "COUNT", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1000))]
     orders: u32,
     /// The most memory of this machine that one file may take, for example 16GiB
@@ -139,7 +140,7 @@ fn write(tuned: &[Tuned], names: &[String], exact: bool, is_rmm: bool, output: &
     if !exact {
         output.paragraph("The model is not proven on every recording: the figures are estimates.")?;
     }
-    // The widest range of all controls: those that left the recorded addresses first.
+    // The widest range of all controls.
     let controls = tuned.iter().filter_map(Tuned::control_range);
     let widest = controls.max_by_key(|(least, most)| most - least);
     let widest = widest.filter(|&(least, most)| size::format(least) != size::format(most));

@@ -7,11 +7,11 @@
 //! The checks of one subject are a suite ([`Suite`]). Suites are of two levels:
 //! - [`Level::Driver`]: the driver contract, one suite per subject. A check uses nothing but the contract.
 //! - [`Level::Resources`]: streams, events, allocators, handles, generators and graphs of the crate `warpool`. Each
-//!   check has an [`Instance`](warpool::Instance) of its own, and must leave nothing of it in use.
+//!   check has an [`Instance`](warpool::Instance) of its own, and must leave no object of that instance in use.
 //!
 //! # Run the checks on a driver
-//! Every implementation of [`Driver`](warpool_driver::Driver) is tested the same way, also a decorator around another
-//! driver:
+//! Every implementation of [`Driver`](warpool_driver::Driver) is tested the same way, including a decorator around
+//! another driver:
 //!
 //! ```
 //! use std::sync::Arc;
@@ -30,8 +30,9 @@
 //! ```
 //!
 //! # Write a check
-//! A check is a function over a [`TestContext`]. What it creates through the context is destroyed after it, also if it
-//! fails, and no stream is left capturing. Its name, listed with [`checks!`], is the statement that it checks:
+//! A check is a function over a [`TestContext`]. Objects that it creates through the context are destroyed after it,
+//! even if it fails, and no stream is left capturing. Its name, listed with [`checks!`], is the statement that it
+//! checks:
 //!
 //! ```
 //! use warpool_conformance::expect::expect;

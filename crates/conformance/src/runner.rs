@@ -12,7 +12,7 @@ use crate::context::{KernelCache, TestContext};
 use crate::expect::{CheckError, CheckResult};
 use crate::suites::suites;
 
-/// What to run.
+/// The options of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The device that the checks work on. Checks that need two devices use another one as well.
@@ -90,8 +90,8 @@ impl Summary {
 
 /// Runs the selected suites on `driver` and reports each check when it ends.
 ///
-/// Checks run one after another on the calling thread; afterwards that has its current device and capture mode as
-/// before. Nothing else should use the device meanwhile.
+/// Checks run one after another on the calling thread; afterwards that thread has its previous current device and
+/// capture mode. Nothing else should use the device meanwhile.
 pub fn run(driver: &Arc<dyn Driver>, options: &Options, on_report: &mut dyn FnMut(&Report)) -> Summary {
     let mut summary = Summary::default();
     let kernels = Arc::new(KernelCache::new(Arc::clone(driver), options.device));
@@ -132,7 +132,7 @@ fn run_check(
     }
 }
 
-/// Every check has a generator of its own, so that a suite run alone does what it did among the others.
+/// Every check has a generator of its own, so that a suite run alone behaves as it does among others.
 fn check_rng(seed: u64, suite: &str, check: &str) -> fastrand::Rng {
     let mix = |seed, byte| fastrand::Rng::with_seed(seed).u64(..) ^ u64::from(byte);
     fastrand::Rng::with_seed(suite.bytes().chain(check.bytes()).fold(seed, mix))

@@ -71,7 +71,7 @@ macro_rules! api {
     };
 }
 
-/// The symbol behind a binding: its own name, unless another is given.
+/// The symbol of a binding: its own name, unless another is given.
 macro_rules! symbol_name {
     ($binding:ident) => {
         stringify!($binding)

@@ -4,8 +4,8 @@
 //! expected, or after the closure was dropped, finds nothing instead of freed memory, so this module needs no unsafe
 //! code.
 //!
-//! An eager callback is dropped after it ran. A captured one lives until CUDA reports that its graph, all executables
-//! of it and all their launches are gone ([`on_graph_gone`], the destructor of a CUDA user object).
+//! An eager callback is dropped after it ran. A captured one lives until CUDA reports that its graph, all its
+//! executables and all their launches are destroyed ([`on_graph_gone`], the destructor of a CUDA user object).
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -50,7 +50,7 @@ pub(crate) fn register(callback: HostCallback) -> CallbackId {
 
 /// Drops a closure that will not be called any more.
 pub(crate) fn unregister(id: CallbackId) {
-    // The lock is released first: dropping the closure runs code of others.
+    // The lock is released first: dropping the closure runs user code.
     let callback = callbacks().remove(&id.0);
     drop(callback);
 }
@@ -60,19 +60,19 @@ pub(crate) fn is_running() -> bool {
     RUNNING.get()
 }
 
-/// What CUDA calls for an eager callback.
+/// The function that CUDA calls for an eager callback.
 pub(crate) extern "C" fn run_once(user_data: *mut c_void) {
     let callback = callbacks().remove(&user_data.addr());
     run(callback);
 }
 
-/// What CUDA calls for a captured callback, at every replay.
+/// The function that CUDA calls for a captured callback, at every replay.
 pub(crate) extern "C" fn run_captured(user_data: *mut c_void) {
     let callback = callbacks().get(&user_data.addr()).cloned();
     run(callback);
 }
 
-/// What CUDA calls when nothing can run a captured callback any more.
+/// The function that CUDA calls when nothing can run a captured callback any more.
 pub(crate) extern "C" fn on_graph_gone(user_data: *mut c_void) {
     in_callback(|| unregister(CallbackId(user_data.addr())));
 }

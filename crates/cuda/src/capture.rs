@@ -1,6 +1,6 @@
 //! Stream capture: begin, end, queries, captured callbacks.
 //!
-//! CUDA does not synchronize a `CUgraph`, also not one that is being captured: while one call reads or changes it
+//! CUDA does not synchronize a `CUgraph`, not even one that is being captured: while one call reads or changes it
 //! through the graph functions, no other may put work into the capture. So both hold `graph_lock`, and so does a call
 //! that may end the capture. Work for a stream that does not capture takes no lock that other streams' work takes:
 //! [`CudaDriver::begin_work`].

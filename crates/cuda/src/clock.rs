@@ -1,5 +1,5 @@
 //! The driver's clock. A history reads it with every allocation and free, so it is read from the processor's counter
-//! where that runs at a constant rate: a quarter of the cost of the system's clock, which tells the rate.
+//! where that runs at a constant rate: a quarter of the cost of the system's clock, from which the rate is computed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 /// rate is exact to less than a millionth.
 const CALIBRATION: Duration = Duration::from_millis(250);
 
-/// Bits behind the point of the rate.
+/// Fraction bits of the rate.
 const FRACTION_BITS: u32 = 32;
 
 /// Time since the driver was opened.

@@ -15,7 +15,7 @@ use crate::handle::GraphHandle;
 use crate::object_table::{Exclusive, Shared};
 use crate::sync::lock;
 
-/// The flag of a conditional node behind its id.
+/// The flag of a conditional node, in the object table.
 pub(crate) struct Conditional {
     /// CUDA's handle, which kernels and the node take.
     pub(crate) handle: sys::CUgraphConditionalHandle,
@@ -28,7 +28,7 @@ pub(crate) struct Conditional {
 }
 
 impl CudaDriver {
-    /// The flag behind an id.
+    /// Looks up a flag by id.
     pub(crate) fn conditional(
         &self,
         site: CallSite<'_>,
@@ -56,8 +56,8 @@ impl CudaDriver {
         Ok(ConditionalId(self.conditionals.insert(flag)))
     }
 
-    /// `conditional_begin` of the contract: adds a node behind what the stream has captured so far, makes the stream
-    /// continue behind the node, and starts to capture the body's stream into the node's graph.
+    /// `conditional_begin` of the contract: adds a node that depends on what the stream has captured so far, makes
+    /// later work of the stream depend on the node, and starts to capture the body's stream into the node's graph.
     pub(crate) fn begin_conditional(
         &self,
         stream: StreamId,
@@ -147,7 +147,7 @@ impl CudaDriver {
         }
     }
 
-    /// Why there are no conditional nodes.
+    /// The error that names the missing function.
     fn no_conditionals(&self, site: CallSite<'_>) -> DriverError {
         let missing = self.api.missing_for_conditionals().unwrap_or("conditional nodes");
         let detail = format!("the driver is of CUDA {}, which has no {missing}", self.version());

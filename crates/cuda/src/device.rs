@@ -1,6 +1,6 @@
 //! Devices: properties, primary contexts, peer access. Queries about a device create no context on it.
 //!
-//! A device's primary context is retained when it is first needed, and never released: the last reference to a driver
+//! A device's primary context is retained when it is first needed, and never released. The last reference to a driver
 //! may be dropped while the process exits, when no call to CUDA is safe, and the context ends with the process anyway.
 
 use std::ffi::{CStr, c_int};

@@ -43,7 +43,7 @@ pub(crate) struct Allocation {
 pub(crate) enum Lifetime {
     /// It exists until it is freed through this driver.
     UntilFreed,
-    /// An allocation node of a graph: every launch may allocate it again, so only CUDA can tell.
+    /// An allocation node of a graph: every launch may allocate it again, so only CUDA knows whether it exists.
     Graph,
 }
 
@@ -54,7 +54,7 @@ pub(crate) enum Lookup {
     Inside,
     /// The range starts in known memory and runs over its end, which is there.
     Overruns(u64),
-    /// It is unknown.
+    /// The memory is not known here.
     Unknown,
 }
 

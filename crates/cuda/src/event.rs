@@ -15,7 +15,7 @@ use crate::error::CallSite;
 use crate::handle::{Context, CudaHandle};
 use crate::object_table::Shared;
 
-/// An event behind its id.
+/// An event in the object table.
 pub(crate) struct Event {
     /// CUDA's handle.
     pub(crate) raw: CudaHandle<sys::CUevent_st>,
@@ -151,7 +151,7 @@ impl Events for CudaDriver {
 }
 
 impl CudaDriver {
-    /// The event behind an id, live as long as the result.
+    /// Looks up an event by id, which stays live as long as the result.
     pub(crate) fn event(&self, site: CallSite<'_>, event: EventId) -> Result<Shared<'_, Event>> {
         self.events.get(event.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }

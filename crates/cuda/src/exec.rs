@@ -28,7 +28,7 @@ use crate::stream::Stream;
 use crate::stream_users::StreamUser;
 use crate::sync::lock;
 
-/// An executable behind its id.
+/// An executable in the object table.
 pub(crate) struct Exec {
     /// CUDA's handle.
     pub(crate) raw: CudaHandle<sys::CUgraphExec_st>,
@@ -62,7 +62,7 @@ impl BoundStream {
 }
 
 impl CudaDriver {
-    /// The executable behind an id, exclusively as long as the result lives.
+    /// Looks up an executable by id, held exclusively while the result lives.
     pub(crate) fn exec(&self, site: CallSite<'_>, exec: GraphExecId) -> Result<Exclusive<'_, Exec>> {
         self.execs.wait_exclusive(exec.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
@@ -186,8 +186,8 @@ impl CudaDriver {
                 ctx: ptr::null_mut(),
             };
             // SAFETY: the executable is held exclusively; the node is one of the template that it was instantiated
-            // from, which is live and locked; the function is live and the arguments are its own, for which the caller
-            // answers. CUDA copies what it is given.
+            // from, which is live and locked; the function is live and the arguments are its own, which the caller
+            // promises. CUDA copies the arguments.
             unsafe { (self.api.graph_exec_kernel_node_set_params)(object.raw.raw(), node.raw(), &raw const parameters) }
         };
         self.with_arguments(site, &function, args, set)?;
@@ -231,7 +231,7 @@ impl CudaDriver {
 pub struct BareLaunch<'a> {
     site: CallSite<'a>,
     launch: unsafe extern "C" fn(sys::CUgraphExec, sys::CUstream) -> u32,
-    /// Of this thread, which the value cannot leave: the lock guards below are not `Send`.
+    /// The context is current on this thread, which the value cannot leave: the lock guards below are not `Send`.
     _current: CurrentContext<'a>,
     exec: Exclusive<'a, Exec>,
     stream: Shared<'a, Stream>,
@@ -259,7 +259,7 @@ mod tests {
     use super::*;
     use crate::fake_cuda::{self, DEVICE, NODE_QUERIES};
 
-    /// A graph of a kernel and a callback, and an executable of it.
+    /// A graph of a kernel and a callback, and its executable.
     fn graph(driver: &CudaDriver, function: FunctionId) -> Result<(GraphId, GraphExecId, Vec<Node>)> {
         let stream = driver.stream_create(DEVICE, Default::default())?;
         driver.capture_begin(stream, CaptureMode::Relaxed)?;

@@ -1,4 +1,4 @@
-//! Graphs: the templates that captures leave.
+//! Graphs: the templates that captures produce.
 //!
 //! CUDA does not synchronize a `CUgraph`, so every call that uses one holds `graph_lock`. Executables are in `exec.rs`.
 
@@ -25,7 +25,7 @@ use crate::handle::{Context, GraphHandle, NodeHandle};
 use crate::object_table::Shared;
 use crate::sync::lock;
 
-/// A graph behind its id.
+/// A graph in the object table.
 pub(crate) struct Graph {
     /// CUDA's handle.
     pub(crate) raw: GraphHandle,
@@ -33,7 +33,7 @@ pub(crate) struct Graph {
     pub(crate) context: Context,
     /// Who destroys it.
     pub(crate) owner: GraphOwner,
-    /// Shared with the executables that are made of it.
+    /// Shared with its executables.
     pub(crate) template: Arc<Mutex<Template>>,
     /// `None` for a body whose node was destroyed.
     pub(crate) family: Option<GraphFamily>,
@@ -207,7 +207,7 @@ impl Graphs for CudaDriver {
 }
 
 impl CudaDriver {
-    /// The graph behind an id. The caller holds `graph_lock`.
+    /// Looks up a graph by id. The caller holds `graph_lock`.
     fn graph(&self, site: CallSite<'_>, graph: GraphId) -> Result<Shared<'_, Graph>> {
         let live = self.graphs.get(graph.0).filter(|graph| graph.owner != GraphOwner::Destroyed);
         live.ok_or_else(|| site.error(ErrorCode::InvalidHandle))

@@ -1,14 +1,13 @@
 //! Which graphs use an object that must outlive them.
 //!
-//! A graph does not keep the modules of its kernels loaded. So a capture, the graph that it leaves and the executables
-//! made of it share one token, and an object that they use keeps weak references to it: while any of them exists, the
-//! object must stay.
+//! A graph does not keep the modules of its kernels loaded. So a capture, its graph and the graph's executables share
+//! one token, and an object that they use keeps weak references to it: while any of them exists, the object must stay.
 
 use std::sync::{Arc, Mutex, Weak};
 
 use crate::sync::lock;
 
-/// A capture, the graph that it leaves, and the executables of that.
+/// A capture, its graph, and the graph's executables.
 #[derive(Clone, Default)]
 pub(crate) struct GraphFamily(Arc<()>);
 

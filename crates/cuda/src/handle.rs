@@ -6,13 +6,9 @@ use warpool_driver::RawHandle;
 /// A handle of a CUDA object, valid on every thread. Never dereferenced here.
 pub(crate) struct CudaHandle<T>(*mut T);
 
-/// A context.
 pub(crate) type Context = CudaHandle<sys::CUctx_st>;
-/// A stream.
 pub(crate) type StreamHandle = CudaHandle<sys::CUstream_st>;
-/// A graph.
 pub(crate) type GraphHandle = CudaHandle<sys::CUgraph_st>;
-/// A node of a graph.
 pub(crate) type NodeHandle = CudaHandle<sys::CUgraphNode_st>;
 
 // SAFETY: a handle is only a value here; CUDA's objects may be used from any thread.
@@ -47,7 +43,7 @@ impl<T> CudaHandle<T> {
         Self(std::ptr::without_provenance_mut(number as usize))
     }
 
-    /// What CUDA's functions take.
+    /// The pointer for CUDA's functions.
     pub(crate) const fn raw(self) -> *mut T {
         self.0
     }

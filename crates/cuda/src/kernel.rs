@@ -1,7 +1,7 @@
 //! Kernels: CUDA C++ source compiled by NVRTC, loaded as modules, launched.
 //!
-//! A graph does not keep the modules of its kernels loaded, so this driver does: a module that a graph or an executable
-//! may still use stays loaded when it is unloaded by its id, until they are gone.
+//! A graph does not keep the modules of its kernels loaded, so this driver does: a module that is unloaded by its id
+//! stays loaded until no graph or executable can use it any more.
 
 use std::ffi::{CString, c_void};
 use std::ptr;
@@ -20,7 +20,7 @@ use crate::libraries::{Nvrtc, Target, Unavailable};
 use crate::object_table::Shared;
 use crate::sync::lock;
 
-/// A module behind its id.
+/// A module in the object table.
 pub(crate) struct Module {
     raw: CudaHandle<sys::CUmod_st>,
     context: Context,
@@ -28,7 +28,7 @@ pub(crate) struct Module {
     users: Arc<GraphUsers>,
 }
 
-/// A kernel behind its id.
+/// A kernel in the object table.
 pub(crate) struct Function {
     /// CUDA's handle.
     pub(crate) raw: CudaHandle<sys::CUfunc_st>,
@@ -87,7 +87,7 @@ impl Kernels for CudaDriver {
         let context = self.context_of(site, device)?;
         let _current = self.make_current(site, context)?;
         let raw = match self.load_image(site, &compile(Target::Ptx)?) {
-            // The compiler is newer than the driver, and so is its PTX; a binary for this device works all the same.
+            // The compiler is newer than the driver, and so is its PTX; a binary for this device still works.
             Err(error) if error.code == ErrorCode::UnsupportedPtxVersion => {
                 self.load_image(site, &compile(Target::Cubin)?)?
             }
@@ -194,7 +194,7 @@ impl Argument {
 }
 
 impl CudaDriver {
-    /// The kernel behind an id, live as long as the result.
+    /// Looks up a kernel by id, which stays live as long as the result.
     pub(crate) fn function(&self, site: CallSite<'_>, function: FunctionId) -> Result<Shared<'_, Function>> {
         self.functions.get(function.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }
@@ -234,7 +234,7 @@ impl CudaDriver {
         }
         let code = match &function.sizes {
             Some(sizes) => {
-                // CUDA reads as many pointers as the kernel has arguments, and from each as many bytes.
+                // CUDA reads one pointer per argument of the kernel, and the size of the argument from each.
                 check_arguments(site, &function.name, sizes, arguments)?;
                 with_pointers(arguments, |pointers| call(pointers, ptr::null_mut()))
             }
@@ -243,8 +243,8 @@ impl CudaDriver {
         site.check(code)
     }
 
-    /// Unloads a module that no graph uses. Waits for its kernels: seen on an H200, also for kernels that are queued
-    /// and while streams capture.
+    /// Unloads a module that no graph uses. Waits for its kernels, including queued ones, and also while streams
+    /// capture (seen on an H200).
     fn unload(&self, site: CallSite<'_>, module: &Module) -> Result<()> {
         let _current = self.make_current(site, module.context)?;
         // Captures forbid it, but it disturbs none: their modules are in use.
@@ -397,8 +397,7 @@ mod tests {
         static ARGUMENTS: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     }
 
-    /// Launches a kernel whose arguments, unless they are packed, are numbers of 8 bytes: as many as the grid has
-    /// blocks.
+    /// Launches a kernel whose arguments, unless they are packed, are numbers of 8 bytes, one per block of the grid.
     unsafe extern "C" fn launch(
         _: sys::CUfunction,
         blocks: u32,

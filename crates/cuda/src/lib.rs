@@ -5,7 +5,7 @@
 //! 12.0 on. A missing library or function is an error that names it, never a panic.
 //!
 //! There is no policy here: no caching, no pools of streams, no retries. Ids are translated to handles, CUDA is called,
-//! codes are returned. The backend stores only what the contract needs: which handle an id stands for, which memory is
+//! codes are returned. The backend stores only what the contract needs: the handle of each id, which memory is
 //! allocated, mapped or pinned, which streams capture.
 //!
 //! All calls into CUDA and NVIDIA's libraries are in this crate. Other FFI of the workspace is the interface of
@@ -21,14 +21,14 @@
 //! each other (`capture.rs`).
 //!
 //! What cannot be checked is unsafe, and its documentation states what the caller promises:
-//! - Launches of kernels and graphs, and kernel nodes' new arguments: a kernel goes wherever its arguments point, and a
-//!   graph uses the addresses that it was captured with.
+//! - Launches of kernels and graphs, and kernel nodes' new arguments: a kernel accesses whatever its arguments point
+//!   to, and a graph uses the addresses that it was captured with.
 //! - `vm_free_range`: the addresses may become memory of this process while work still uses them.
 //! - [`ForeignStream::new`](warpool_driver::ForeignStream::new), [`CudaDriver::adopt_context`] and
 //!   [`HostRange::new`](warpool_driver::HostRange::new): streams, contexts and memory of others.
 //!
 //! Raw handles (`library_raw`, `graph_raw`, …) are numbers; using one is the unsafe code of its user. A device's memory
-//! is not this process's: work that uses freed or unmapped device memory may fault on the device, or meet other data.
+//! is not this process's: work that uses freed or unmapped device memory may fault on the device, or access other data.
 //!
 //! # Threads
 //!
@@ -38,10 +38,10 @@
 //! that calls on different objects share are not held while waiting for the device, except `pinned` by a copy of pinned
 //! memory whose stream's queue is full.
 //!
-//! The lock order, for calls that hold several: objects, a stream before the executables and handles that are bound to
-//! it (in the opposite order no call waits); `pinned_access`; `pinned`; a stream's work lock; `graph_lock`; graphs and
-//! flags, for which no call waits elsewhere; a graph's `template`; `captures`; a device's `caller_retains`;
-//! `stream_users`; the free slots of an object table; `capture_errors`.
+//! The lock order, for calls that hold several locks: objects, where a stream comes before the executables and handles
+//! that are bound to it (no call waits in the opposite order); `pinned_access`; `pinned`; a stream's work lock;
+//! `graph_lock`; graphs and flags, for which no call waits elsewhere; a graph's `template`; `captures`; a device's
+//! `caller_retains`; `stream_users`; the free slots of an object table; `capture_errors`.
 
 #[cfg(not(all(unix, target_pointer_width = "64", target_endian = "little")))]
 compile_error!("warpool-cuda needs 64-bit little-endian Unix, as the CUDA driver does");
@@ -153,12 +153,12 @@ pub enum OpenError {
     },
 }
 
-/// The CUDA driver, behind the contract.
+/// The CUDA driver, as an implementation of the contract.
 ///
 /// Opening it creates no context. The first call that needs a device's primary context creates it, and the driver
-/// retains it until the process ends: dropping the driver calls nothing, since it may happen while the process exits.
-/// Objects that were created through the driver and not destroyed end with the context. So do events that a graph may
-/// record or wait for at its launches, even if they were destroyed here.
+/// retains it until the process ends: dropping the driver makes no CUDA call, since the process may be exiting. Objects
+/// that were created through the driver and not destroyed end with the context. So do events that a graph may record or
+/// wait for at its launches, even if they were destroyed here.
 pub struct CudaDriver {
     api: Api,
     version: DriverVersion,

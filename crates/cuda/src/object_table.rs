@@ -1,4 +1,4 @@
-//! The objects behind the contract's ids. Finding one takes no lock that calls on other objects take.
+//! The objects of the contract's ids. Finding one takes no lock that calls on other objects take.
 //!
 //! The rules. An id is never reused, and newer ids are greater. A call that uses an object holds it shared
 //! ([`ObjectTable::get`]) until CUDA has returned; a call that destroys it holds it exclusively
@@ -56,7 +56,7 @@ impl<T> Slot<T> {
 struct FreeSlots {
     /// How many slots were ever used, from the first on.
     used: u64,
-    /// Those of them that are free again.
+    /// Used slots that are free again.
     free: Vec<u64>,
     epoch: u64,
 }
@@ -104,8 +104,8 @@ impl<T> ObjectTable<T> {
         id
     }
 
-    /// The object, for use; it is not destroyed before the result is dropped. `None` if it is gone or being destroyed.
-    /// Never waits.
+    /// The object, for use; it is not destroyed before the result is dropped. `None` if it is destroyed or being
+    /// destroyed. Never waits.
     pub(crate) fn get(&self, id: u64) -> Option<Shared<'_, T>> {
         // A slot is locked exclusively only to destroy its object, or to fill it under another id.
         self.slot(id & SLOT_MASK)?.try_get().filter(|entry| entry.id() == id)
@@ -121,9 +121,9 @@ impl<T> ObjectTable<T> {
         self.locked(slot, id)
     }
 
-    /// The object, exclusively, for the length of one call: waits for other calls on it. `None` if it is gone by then.
-    /// For tables whose objects are used in no other way: one lock then serves to find the object and to serialize
-    /// calls on it.
+    /// The object, exclusively, for the length of one call: waits for other calls on it. `None` if it is destroyed by
+    /// then. For tables whose objects are used in no other way: one lock then serves to find the object and to
+    /// serialize calls on it.
     pub(crate) fn wait_exclusive(&self, id: u64) -> Option<Exclusive<'_, T>> {
         self.locked(self.slot(id & SLOT_MASK)?, id)
     }

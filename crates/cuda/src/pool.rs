@@ -14,7 +14,7 @@ use crate::handle::{Context, CudaHandle};
 use crate::object_table::Shared;
 use crate::virtual_memory::{access_of, pool_properties_of};
 
-/// A pool behind its id.
+/// A pool in the object table.
 pub(crate) struct Pool {
     raw: CudaHandle<sys::CUmemPoolHandle_st>,
     context: Context,

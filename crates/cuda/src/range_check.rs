@@ -1,7 +1,7 @@
-//! Checks that memory which a call is to touch exists and is the device's or pinned.
+//! Checks that the memory of a call exists, and is device memory or pinned host memory.
 //!
-//! Without it a wrong address would reach whatever is there: where devices read and write ordinary host memory (HMM,
-//! Grace), any memory of the process. Memory that this driver allocated, mapped or pinned is found in one lookup. For
+//! Without the check a wrong address would be accessed: where devices can access ordinary host memory (HMM, Grace),
+//! that is any memory of the process. Memory that this driver allocated, mapped or pinned is found in one lookup. For
 //! other addresses CUDA is queried, so that memory of other libraries works.
 
 use std::sync::RwLockReadGuard;

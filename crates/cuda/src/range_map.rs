@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 /// Values by address range.
 pub(crate) struct RangeMap<T>(BTreeMap<u64, Range<T>>);
 
-/// One range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Range<T> {
     /// Its length.
@@ -45,7 +44,7 @@ impl<T> RangeMap<T> {
         self.last_before(address.checked_add(1)?).filter(|&(start, range)| address - start < range.bytes)
     }
 
-    /// The start and the range that `[address, address + bytes)` is in, all of it.
+    /// The range that contains all of `[address, address + bytes)`, with its start.
     pub(crate) fn containing(&self, address: u64, bytes: u64) -> Option<(u64, &Range<T>)> {
         let end = address.checked_add(bytes)?;
         self.at(address).filter(|&(start, range)| end - start <= range.bytes)

@@ -1,4 +1,4 @@
-//! Streams: created here, adopted from others, and the two default streams of every device.
+//! Streams: created here, adopted from other libraries, and the two default streams of every device.
 
 use std::ptr;
 use std::sync::{OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -29,7 +29,7 @@ pub(crate) const PER_THREAD: u64 = 2;
 /// Set in serials that are not CUDA's: those count up from 1.
 const NO_SERIAL: u64 = 1 << 63;
 
-/// A stream behind its id.
+/// A stream in the object table.
 pub(crate) struct Stream {
     /// CUDA's handle.
     pub(crate) raw: StreamHandle,
@@ -260,7 +260,7 @@ impl Streams for CudaDriver {
 }
 
 impl CudaDriver {
-    /// The stream behind an id, live as long as the result.
+    /// Looks up a stream by id, which stays live as long as the result.
     pub(crate) fn stream(&self, site: CallSite<'_>, stream: StreamId) -> Result<Shared<'_, Stream>> {
         self.streams.get(stream.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }

@@ -15,14 +15,12 @@ use crate::CudaDriver;
 use crate::error::CallSite;
 use crate::sync::lock;
 
-/// A user of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum StreamUser {
     Handle(HandleId),
     Exec(GraphExecId),
 }
 
-/// The users of all streams.
 #[derive(Default)]
 pub(crate) struct StreamUsers(Mutex<BTreeSet<(StreamId, StreamUser)>>);
 

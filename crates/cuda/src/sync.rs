@@ -1,5 +1,5 @@
-//! Locking that ignores poisoning: no code of others runs under the locks of this crate, so a panic leaves nothing half
-//! done.
+//! Locking that ignores poisoning: no user code runs under the locks of this crate, so a panic leaves no inconsistent
+//! state.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 

@@ -1,7 +1,7 @@
 //! Virtual memory: reserved addresses, physical memory, mappings, sharing.
 //!
-//! CUDA maps a piece of physical memory only as a whole, and the caller must pass its size: so it is stored with the
-//! handle, also of an imported piece, whose size CUDA does not report.
+//! CUDA maps a piece of physical memory only as a whole, and the caller must pass its size. So the size is stored with
+//! the handle, even for an imported piece, whose size CUDA does not report.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
@@ -20,7 +20,7 @@ use crate::device::Device;
 use crate::error::CallSite;
 use crate::object_table::Shared;
 
-/// Physical memory behind its id.
+/// Physical memory in the object table.
 pub(crate) struct Physical {
     raw: sys::CUmemGenericAllocationHandle,
     bytes: u64,

@@ -62,7 +62,7 @@ DONE:
 }
 "#;
 
-/// What the checks use.
+/// The setup of the checks.
 struct Gpu {
     context: Arc<CudaContext>,
     saxpy: CudaFunction,
@@ -281,7 +281,7 @@ fn measure(gpu: &Gpu, name: &str) -> Outcome {
     Ok(())
 }
 
-/// Whether cudarc has events for new slices. In `measure` one stream is used, and slices are gone when it changes.
+/// Whether cudarc has events for new slices. In `measure` one stream is used, and no slice exists when it changes.
 fn set_event_tracking(context: &CudaContext, tracking: bool) {
     if tracking {
         // SAFETY: no slice was made without events that is used afterwards.

@@ -7,15 +7,15 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Warpool's.
+    /// An error of Warpool.
     #[error(transparent)]
     Warpool(#[from] warpool::Error),
 
-    /// cudarc's.
+    /// An error of cudarc.
     #[error("cudarc: {0}")]
     Cudarc(#[from] cudarc::driver::DriverError),
 
-    /// Memory of the simulated GPU, which CUDA knows nothing of.
+    /// Memory of the simulated GPU, which CUDA cannot access.
     #[error("the allocator is over the {kind} driver; cudarc needs memory of CUDA: open a CudaDriver")]
     NotCuda {
         /// The driver's kind.

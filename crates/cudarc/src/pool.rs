@@ -20,7 +20,7 @@ pub struct CudarcPool {
     allocator: Arc<dyn DeviceAllocator>,
     context: Arc<CudaContext>,
     device: Device,
-    /// The streams that were adopted, by cudarc's handle: asking CUDA about one costs more than an allocation.
+    /// The streams that were adopted, by cudarc's handle: querying CUDA about one costs more than an allocation.
     adopted: Arc<Mutex<Vec<(usize, Stream)>>>,
 }
 
@@ -47,12 +47,12 @@ impl CudarcPool {
         &self.allocator
     }
 
-    /// The cudarc stream as one of Warpool's, which then is kept until the process ends.
-    /// [`warpool::Error::PerThreadStream`] for the per-thread default stream, which is another one on each thread.
+    /// Adopts a cudarc stream, which is kept until the process ends. [`warpool::Error::PerThreadStream`] for the
+    /// per-thread default stream, which is another one on each thread.
     pub fn adopt(&self, stream: &Arc<CudaStream>) -> Result<Stream> {
         self.expect_own(stream)?;
         let handle = stream.cu_stream().expose_provenance();
-        // An adopted stream is kept, so no other can have its handle.
+        // An adopted stream is kept, so no other stream can get its handle.
         if let Some((_, own)) = lock(&self.adopted).iter().find(|(known, _)| *known == handle) {
             return Ok(own.clone());
         }
@@ -67,7 +67,7 @@ impl CudarcPool {
     /// `len` elements for work that begins in `stream`; they are not written.
     ///
     /// # Safety
-    /// As for cudarc's `CudaStream::alloc`: they are to be written before they are read as `T`.
+    /// As for cudarc's `CudaStream::alloc`: they must be written before they are read as `T`.
     pub unsafe fn alloc<T: DeviceRepr>(&self, len: usize, stream: &Arc<CudaStream>) -> Result<PooledSlice<T>> {
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes <= isize::MAX as usize);
         let bytes = bytes.ok_or(Error::TooLong { len })?;
@@ -153,7 +153,7 @@ impl CudarcPool {
     }
 }
 
-/// Keeps a stream until the process ends: caches and fences are by stream, and know only its handle.
+/// Keeps a stream until the process ends: caches and fences are per stream, and identify it by its handle.
 fn keep(stream: &Arc<CudaStream>) {
     static KEPT: Mutex<Vec<Arc<CudaStream>>> = Mutex::new(Vec::new());
     // The default stream always exists.
@@ -166,7 +166,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What cudarc's copies and cuBLAS wrappers require; it only has to compile.
+/// The traits that cudarc's copies and cuBLAS wrappers require; it only has to compile.
 const _: () = {
     const fn accepted<T, S: cudarc::driver::DevicePtr<T> + cudarc::driver::DevicePtrMut<T> + DeviceSlice<T>>() {}
     accepted::<f32, PooledSlice<f32>>();

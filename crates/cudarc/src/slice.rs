@@ -39,13 +39,13 @@ impl<T> PooledSlice<T> {
         self.len() == 0
     }
 
-    /// All of it, as cudarc's view, whose `slice` and `split_at` give parts.
+    /// The whole slice as cudarc's view, whose `slice` and `split_at` return parts.
     #[must_use]
     pub fn as_view(&self) -> CudaView<'_, T> {
         self.lent.get().as_view()
     }
 
-    /// All of it, as cudarc's exclusive view.
+    /// The whole slice as cudarc's exclusive view.
     #[must_use]
     pub fn as_view_mut(&mut self) -> CudaViewMut<'_, T> {
         self.lent.get_mut().as_view_mut()

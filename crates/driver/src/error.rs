@@ -13,7 +13,7 @@ pub struct DriverError {
     pub call: &'static str,
     /// CUDA's code.
     pub code: ErrorCode,
-    /// What the code alone does not tell: the missing library, the compiler's log, the violated rule.
+    /// Details beyond the code: the missing library, the compiler's log, the violated rule.
     pub detail: Option<Box<str>>,
 }
 

@@ -1,14 +1,15 @@
 //! Whether this process was forked after an object was made. A driver does not survive `fork`: CUDA refuses every call
 //! in the child, and a lock that another thread held at the fork stays locked there for ever.
 //!
-//! So whoever owns a driver or a lock notes its [`Origin`], and asks [`Origin::is_here`] before it takes a lock: in the
-//! child, calls fail with an error and destructors do nothing. That is one load of a number that only a fork changes.
+//! So the owner of a driver or a lock stores its [`Origin`], and checks [`Origin::is_here`] before it takes a lock: in
+//! the child, calls fail with an error and destructors do nothing. That is one load of a number that only a fork
+//! changes.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::{DriverError, ErrorCode};
 
-/// How many forks lie between this process and the first one that made an [`Origin`].
+/// The number of forks between the first process that made an [`Origin`] and this one.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 /// The process that an object was made in.
@@ -46,7 +47,7 @@ impl Origin {
 }
 
 /// Whether this process is a forked child of one that had noted an origin: the cheapest test, for hot paths. Objects
-/// that the child made itself are as usable as any: [`Origin::is_here`] tells.
+/// that the child made itself are usable; [`Origin::is_here`] distinguishes them.
 #[inline]
 #[must_use]
 pub fn is_child() -> bool {
@@ -77,8 +78,8 @@ fn register() {
         GENERATION.fetch_add(1, Ordering::Relaxed);
     }
 
-    // SAFETY: as POSIX declares it. The handler only changes an atomic number. On failure, for want of memory, a fork
-    // goes unnoticed, as without this module.
+    // SAFETY: as POSIX declares it. The handler only changes an atomic number. If the registration fails for lack of
+    // memory, a fork is not detected, as without this module.
     let _ = unsafe { pthread_atfork(None, None, Some(in_child)) };
 }
 

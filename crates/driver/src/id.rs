@@ -1,6 +1,6 @@
 //! Ids and addresses: newtyped numbers, so that a stream cannot be passed for an event.
 //!
-//! A driver never reuses an id, even where the raw handle behind it is reused: a stale id is an error
+//! A driver never reuses an id, even if the raw handle is reused: a stale id is an error
 //! ([`ErrorCode::InvalidHandle`](crate::ErrorCode::InvalidHandle)), never another object.
 
 use std::fmt;
@@ -87,12 +87,12 @@ impl ForeignStream {
     /// The stream with that handle.
     ///
     /// # Safety
-    /// - It must be a stream of the system that the driver works with, and exist for as long as it is used through that
+    /// - It must be a stream of the driver's underlying system, and exist for as long as it is used through that
     ///   driver: a real driver dereferences the handle like a pointer.
-    /// - If it captures, or is made to capture, outside of that driver: while a call of the driver reads or changes the
-    ///   capture (`capture_dependencies`, `capture_topology`, `conditional_create`, `conditional_begin`), no work is
-    ///   put into the capture, and it is not ended, outside of the driver. Modules whose kernels the driver put into
-    ///   the capture stay loaded as long as graphs and executables made of it exist.
+    /// - If its capture is begun outside of that driver: while a call of the driver reads or changes the capture
+    ///   (`capture_dependencies`, `capture_topology`, `conditional_create`, `conditional_begin`), nothing outside of
+    ///   the driver adds work to the capture or ends it. Modules whose kernels the driver put into the capture stay
+    ///   loaded as long as graphs and executables made from the capture exist.
     #[must_use]
     pub const unsafe fn new(raw: RawHandle) -> Self {
         Self(raw)

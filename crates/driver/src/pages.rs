@@ -13,7 +13,7 @@ use crate::HostPtr;
 /// The page size that sizes are rounded to. Where the system's pages are larger, some are touched more than once.
 const PAGE: u64 = 4096;
 
-/// The size of a huge page. Threads prefault multiples of it, so that no two fault in the same page.
+/// The size of a huge page. Each thread prefaults whole huge pages, so that no two threads fault in the same page.
 const HUGE: u64 = 2 << 20;
 
 /// Page-aligned, zeroed memory of this process that can be pinned in place.
@@ -34,7 +34,7 @@ impl HostPages {
     /// Maps `bytes` bytes, rounded up to whole pages. No page is touched, so the system provides no memory yet.
     ///
     /// With `huge` they are aligned to 2 MiB and huge pages are requested from the system, which are faster to touch
-    /// and to pin. That the system has none is not an error.
+    /// and to pin. It is not an error if the system has none.
     ///
     /// # Errors
     /// `InvalidInput` for 0 bytes or more than the address space; otherwise the system's error.
@@ -62,7 +62,7 @@ impl HostPages {
     /// Makes the system provide all the memory now, with `threads` threads, the caller's included. Pinning is much
     /// faster afterwards.
     ///
-    /// The contents do not change. Nothing happens while a driver has the pages pinned: the memory is there then. If
+    /// The contents do not change. Does nothing while a driver has the pages pinned, since they are resident then. If
     /// the system does not have the memory, pinning will fail.
     pub fn prefault(&self, threads: usize) {
         let claimed = self.lock();

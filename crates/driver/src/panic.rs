@@ -1,9 +1,9 @@
-//! Panics of other people's code that end where they are caught.
+//! Discards panics of user code where they are caught.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Drops what a panic was raised with. That may panic again: then the second payload is leaked, unless it is a text,
+/// Drops the payload of a panic. The drop may panic again: then the second payload is leaked, unless it is a string,
 /// and nothing unwinds.
 #[doc(hidden)]
 pub fn discard_panic(payload: Box<dyn Any + Send>) {

@@ -1,7 +1,7 @@
 //! The line of the program that a driver call is made for.
 //!
-//! A call through the driver's trait objects cannot know it (`#[track_caller]` ends there), so whoever does know it
-//! says so around the call. A driver that reports hazards reads it; others do not.
+//! A call through the driver's trait objects cannot know it (`#[track_caller]` ends there), so the caller that knows it
+//! sets it around the call. Only a driver that reports hazards reads it.
 
 use std::cell::Cell;
 use std::panic::Location;
@@ -31,7 +31,7 @@ pub fn current() -> Option<&'static Location<'static>> {
     CURRENT.get()
 }
 
-/// Restores the line of the scope around, also after a panic.
+/// Restores the line of the outer scope, even after a panic.
 struct Restore(Option<&'static Location<'static>>);
 
 impl Drop for Restore {

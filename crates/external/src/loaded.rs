@@ -37,7 +37,7 @@ pub struct AllocatorSymbols {
     pub begin_pool: Option<String>,
     /// Called when it ends.
     pub end_pool: Option<String>,
-    /// Called when a pool has lost its last user.
+    /// Called after the last use of a pool has ended.
     pub release_pool: Option<String>,
 }
 
@@ -147,7 +147,7 @@ impl LoadedAllocator {
     }
 }
 
-/// Restores the current device, also if the call unwinds.
+/// Restores the current device, even if the call unwinds.
 struct RestoreDevice<'a> {
     driver: &'a Arc<dyn Driver>,
     before: DeviceId,

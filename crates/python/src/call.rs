@@ -12,7 +12,7 @@ use crate::input::Source;
 use crate::options::Options;
 use crate::work::Work;
 
-/// A call. It is run once; other threads may look at its [`work`](Self::work) meanwhile.
+/// A call. It is run once; other threads may read its [`work`](Self::work) meanwhile.
 #[derive(Debug, Default)]
 pub struct Call {
     work: Work,
@@ -33,8 +33,8 @@ impl Call {
         &self.work
     }
 
-    /// Makes the answer. Whether there is one, or an error in its place; a call that was run before is an error that
-    /// leaves its answer as it is.
+    /// Makes the answer. Returns whether there is one, rather than an error. A call that was run before fails and keeps
+    /// its answer.
     pub fn run(&self, request: &[u8], sources: &[Source<'_>]) -> bool {
         if self.texts.get().is_some() {
             return false;
@@ -71,7 +71,7 @@ impl Call {
 
 /// The answer of `body`; a panic becomes an error.
 fn caught(body: impl FnOnce() -> Result<Answer>) -> Result<Answer> {
-    // Unwind safe: nothing that the panic leaves is used again, but for counters of progress.
+    // Unwind safe: nothing is used again after a panic except progress counters.
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic");

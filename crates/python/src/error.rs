@@ -1,4 +1,4 @@
-//! Why there is no answer. The kind chooses the exception in Python, the sentence is its text.
+//! Why there is no answer. The kind selects the exception in Python, and the sentence is its text.
 
 use std::io;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub enum Error {
     /// An option is wrong.
     Option(String),
-    /// The recording cannot be read, or nothing can be told about it.
+    /// The recording cannot be read, or cannot be analysed.
     Input(String),
     /// The system cannot open or read the file.
     File {

@@ -73,7 +73,7 @@ impl Source<'_> {
         }
     }
 
-    /// What the key `file` of an object is: the path as it was given, or null.
+    /// The value of the key `file` of an object: the path as it was given, or null.
     #[must_use]
     pub fn file_value(&self) -> Value {
         match self {
@@ -147,7 +147,7 @@ impl<R: Read> Read for Watched<'_, R> {
         if self.work.stop.is_stopped() {
             return Err(io::Error::other("stopped"));
         }
-        // A reader of bytes in memory would give all at once; in pieces the flag is seen in between.
+        // A reader of bytes in memory would return all at once; in pieces, the flag is checked in between.
         const PIECE: usize = 1 << 20;
         let piece = buffer.len().min(PIECE);
         let read = self.inner.read(&mut buffer[..piece])?;

@@ -9,7 +9,7 @@ use warpool_trace::explain::{Frameworks, MomentChoice};
 
 use crate::error::{Error, Result};
 
-/// Options by name. A value that is null is as one that is not there.
+/// Options by name. A null value counts as absent.
 pub struct Options(Map<String, Value>);
 
 impl Options {
@@ -39,7 +39,7 @@ impl Options {
         }
     }
 
-    /// Whether something is wanted; no unless it is said.
+    /// A flag; false by default.
     pub fn flag(&mut self, name: &str) -> Result<bool> {
         Ok(self.take(name, "true or false", Value::as_bool)?.unwrap_or(false))
     }
@@ -49,14 +49,14 @@ impl Options {
         self.take(name, "a text", |value| value.as_str().map(str::to_owned))
     }
 
-    /// A list of texts; empty unless there is one.
+    /// A list of texts; empty by default.
     pub fn texts(&mut self, name: &str) -> Result<Vec<String>> {
         let text = |value: &Value| value.as_str().map(str::to_owned);
         let read = |value: &Value| value.as_array()?.iter().map(text).collect();
         Ok(self.take(name, "a list of texts", read)?.unwrap_or_default())
     }
 
-    /// A whole number of a range.
+    /// A whole number in a range.
     pub fn count(&mut self, name: &str, range: RangeInclusive<u32>) -> Result<Option<u32>> {
         let expected = format!("a whole number from {} to {}", range.start(), range.end());
         let read = |value: &Value| u32::try_from(value.as_u64()?).ok().filter(|count| range.contains(count));

@@ -1,4 +1,4 @@
-//! What is shared with a running call: how far it is, and that it is to stop.
+//! The state shared with a running call: its progress, and the flag to stop it.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
@@ -19,7 +19,7 @@ pub enum Stage {
     Writing = 3,
 }
 
-/// The progress of a call, and its flag to stop. Any thread may look.
+/// The progress of a call, and its flag to stop. Any thread may read it.
 #[derive(Debug, Default)]
 pub struct Work {
     /// Ends the call.
@@ -42,7 +42,7 @@ impl Work {
         self.set(0, total);
     }
 
-    /// So much is done. The figures are for people: a reader may see one of them a moment before the other.
+    /// Sets the progress. The figures are for display: a reader may see one change before the other.
     pub fn set(&self, done: u64, total: u64) {
         self.done.store(done, Ordering::Relaxed);
         self.total.store(total, Ordering::Relaxed);

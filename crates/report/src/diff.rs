@@ -10,7 +10,7 @@ use crate::bytes_text::text;
 use crate::explain::moment_name;
 use crate::view::{DevicePart, Page};
 
-/// What is known of one device of a recording.
+/// The results for one device of a recording.
 pub struct Side {
     /// Its explanation.
     pub explanation: Explanation,

@@ -8,10 +8,10 @@ use warpool_trace::RecordingFormat;
 use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::replay::{AddressOrders, Fidelity, InForce, Inferences, LimitOrigin, Outcome, ReplayReport, Round};
 
-/// The version of the schema, which is raised when a key changes its meaning or goes.
+/// The version of the schema, which is raised when a key changes its meaning or is removed.
 const SCHEMA_VERSION: u32 = 1;
 
-/// What reading a recording took.
+/// The cost of reading a recording.
 #[derive(Clone, Copy, Debug)]
 pub struct Reading {
     /// Reading and decompressing the file.
@@ -20,11 +20,11 @@ pub struct Reading {
     pub parse_seconds: f64,
     /// Its bytes after decompression.
     pub bytes_decompressed: u64,
-    /// What it is a recording of.
+    /// Its format.
     pub format: RecordingFormat,
 }
 
-/// What the segments of a snapshot tell about one device.
+/// The totals of a device's segments in a snapshot.
 #[derive(Clone, Debug)]
 pub struct SegmentTotals {
     /// The device.
@@ -35,7 +35,7 @@ pub struct SegmentTotals {
     pub bytes_reserved: u64,
     /// Those that are allocated.
     pub bytes_allocated: u64,
-    /// Those that are freed and wait for streams.
+    /// Those that are pending free.
     pub bytes_pending: u64,
 }
 
@@ -64,12 +64,12 @@ pub fn segment_totals(snapshot: &Snapshot) -> Vec<SegmentTotals> {
     totals
 }
 
-/// The message of an out-of-memory error. Where the limit stands for a full device, settings cannot raise it.
+/// The message of an out-of-memory error. If the limit represents a full device, settings cannot raise it.
 #[must_use]
 pub fn advice(message: &str, report: &ReplayReport, format: RecordingFormat) -> String {
     const RAISE: &str =
         "raise the lower of the memory fraction and memory_cap_mb (without a limit: fraction 1.0 and no cap)";
-    // Settings of PyTorch are nothing that a program with RMM could change.
+    // A program with RMM has no PyTorch settings to change.
     let message = match format {
         RecordingFormat::RmmLog => message.replace(": set expandable_segments:True to avoid that.", "."),
         RecordingFormat::TorchSnapshot => message.to_owned(),

@@ -14,8 +14,8 @@ const UNITS: &[(&str, u64)] = &[
 ];
 
 /// Parses `80GiB`, `139.8 GiB`, `512MiB`, `4096B` or `6G` (GiB, as PyTorch's settings mean it). A fraction of a unit is
-/// rounded down to whole bytes. Without a unit it is an error: who writes `--capacity 24` means GiB, and 24 bytes would
-/// be a device on which nothing fits.
+/// rounded down to whole bytes. Without a unit it is an error: `--capacity 24` is meant as GiB, and nothing fits on a
+/// device of 24 bytes.
 ///
 /// # Errors
 /// If it is not a size, with a sentence that quotes it.
@@ -56,7 +56,7 @@ fn rounded(number: &str, unit: u64) -> Option<u64> {
 /// Formats `bytes` in the largest binary unit that is not larger.
 pub use warpool_trace::bytes_text::text as format;
 
-/// The same, rounded up to what is shown: a size that suffices still does as it is read.
+/// The same, rounded up to the shown precision, so that the shown size still suffices.
 pub fn format_up(bytes: u64) -> String {
     let shown = format(bytes);
     let Some((name, unit)) = UNITS.iter().find(|(name, unit)| name.contains('i') && bytes >= *unit) else {

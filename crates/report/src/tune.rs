@@ -7,13 +7,13 @@ use warpool_trace::tune::Tuned;
 
 use crate::bytes_text::text;
 
-/// The best that can be set and fits.
+/// The best candidate that fits and whose figures are not just a lower bound.
 #[must_use]
 pub fn best(tuned: &[Tuned]) -> Option<&Tuned> {
     tuned.iter().find(|tuned| tuned.fits() && !tuned.candidate.is_lower_bound)
 }
 
-/// What to set, and what that gains, in a sentence.
+/// What to set, and the gain, in a sentence.
 #[must_use]
 pub fn recommendation(tuned: &[Tuned]) -> String {
     let recorded = tuned.iter().find(|tuned| tuned.candidate.is_recorded());
@@ -31,7 +31,7 @@ pub fn recommendation(tuned: &[Tuned]) -> String {
     format!("Recommended: it {reserves}, with {time}.")
 }
 
-/// The least that stays unreserved.
+/// The least margin that stays unreserved.
 #[must_use]
 pub fn margin(tuned: &Tuned) -> Option<u64> {
     let margins =

@@ -1,4 +1,4 @@
-//! The allocator under test of a program: one of all kinds, with settings, and decorators around it.
+//! The allocator under test: any kind of allocator, with settings, and decorators around it.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,7 +28,7 @@ pub struct Subject {
     pub paged: Option<Arc<PagedAllocator>>,
     /// The decorator that limits, if there is one.
     pub limited: Option<Arc<Limited>>,
-    /// Where an external allocator has its memory from.
+    /// The source of memory of an external allocator.
     pub external: Option<Arc<SimMemory>>,
 }
 
@@ -138,7 +138,7 @@ pub fn draw_paged(rng: &mut Rng, instance: &Instance, settings: Settings) -> Pag
     paged
 }
 
-/// An address that no source may return: a block there would wrap around the end of the address space.
+/// An address that no upstream may return: a block there would wrap around the end of the address space.
 const BAD: DevicePtr = DevicePtr(u64::MAX - 0xfff);
 
 /// Memory of the driver for external allocators and upstreams. It keeps its own table.
@@ -197,7 +197,7 @@ impl SimMemory {
         self.live.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// At the end: everything was freed.
+    /// Checks at the end that everything was freed.
     pub fn check_empty(&self) {
         assert!(self.lock().is_empty(), "an external allocator or upstream still has {:x?}", self.lock());
     }
@@ -213,14 +213,14 @@ impl Upstream for SimMemory {
         if ptr == BAD {
             return Ok(());
         }
-        // If that fails, the pool keeps the memory and frees it later.
+        // If this fails, the pool keeps the memory and frees it later.
         self.driver.mem_free(ptr)?;
         self.give_back(ptr, bytes);
         Ok(())
     }
 }
 
-/// Takes ownership of what a program has allocated or restored.
+/// Makes an owned block of an allocation that a program has allocated or restored.
 #[expect(unsafe_code, reason = "the promise of `DeviceBlock::from_raw`")]
 pub fn into_block(allocator: &Arc<dyn DeviceAllocator>, allocation: Allocation) -> DeviceBlock {
     // SAFETY: a program holds each of its allocations once: as it is, or as the block that is made here.
@@ -236,7 +236,7 @@ struct Broken {
 }
 
 #[expect(unsafe_code, reason = "the defect that programs have to find")]
-// SAFETY: it breaks the promise on purpose. The memory is the simulated device's, and no typed memory is made of it.
+// SAFETY: it breaks the promise on purpose. The memory is the simulated device's, and no typed memory is made from it.
 unsafe impl Decorator for Broken {
     fn decorator_name(&self) -> &'static str {
         "broken"

@@ -21,7 +21,7 @@ pub enum Campaign {
     /// Recordings, undamaged and damaged, through the reader and the replay.
     Recordings,
     // The number of a campaign is a part of its seeds: new ones come last.
-    /// Streams that come and go, also foreign ones, with blocks that many of them use.
+    /// Streams that are created and destroyed, also foreign ones, with blocks that many of them use.
     Streams,
     /// Typed memory on several streams and in graphs, with its contents.
     Typed,

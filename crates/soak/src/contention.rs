@@ -1,5 +1,5 @@
-//! Two threads on the memory of one stream after the other: the first uses it all the time, the second takes a block
-//! now and then. So a thread that waits for the lock of this memory meets one that releases and takes it again at once.
+//! Two threads use the memory of one stream, then of the next: the first all the time, the second now and then. So a
+//! thread that waits for the lock of this memory competes with one that releases it and takes it again at once.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
@@ -28,7 +28,7 @@ struct Shared<'a> {
 
 /// Runs one program.
 pub fn run(context: &mut Context) {
-    // A driver that is told of every block would take longer than the lock is held.
+    // Without suballocation reports, which would take longer than the lock is held.
     let machine = Machine::with(context, 1, STREAMS, |config| config.track_suballocations = false);
     let paged = PagedAllocator::new(&machine.instance, Settings::default()).unwrap();
     let shared = Shared {
@@ -66,7 +66,7 @@ pub fn run(context: &mut Context) {
 }
 
 impl Shared<'_> {
-    /// The first thread: until the second is done.
+    /// The first thread. Runs until the second is done.
     fn use_alone(&self) -> u64 {
         let mut count = 0;
         while !self.is_over.load(Ordering::Relaxed) {

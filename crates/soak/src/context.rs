@@ -1,10 +1,10 @@
-//! What every program gets.
+//! The context of a program.
 
 use crate::counts::Counts;
 use crate::rng::Rng;
 use crate::steps::Steps;
 
-/// What every program gets: its random numbers, and where it counts and logs what it does.
+/// The context of a program: its random numbers, its counts and its log.
 pub struct Context {
     pub seed: u64,
     pub rng: Rng,

@@ -1,8 +1,8 @@
-//! How often programs did what.
+//! Counts of what programs did.
 
 use std::ops::AddAssign;
 
-/// How often programs did what. A campaign whose faults or captures are zero tests nothing of the kind.
+/// Counts of what programs did. A campaign without faults or captures does not test them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Programs that ran to their end.

@@ -1,4 +1,4 @@
-//! Random programs over every allocator of Warpool, on the simulated GPU: the campaigns behind `warpool soak`.
+//! Random programs over every allocator of Warpool, on the simulated GPU: the campaigns of `warpool soak`.
 //!
 //! A program is a pure function of the seed, the campaign and its number: it draws a machine, an allocator with
 //! settings, and some hundred steps, and makes them. The programs are correct: whatever they do with memory is ordered,

@@ -1,5 +1,5 @@
-//! Few machines with many short-lived objects: pools, graphs, streams, events, pinned blocks. What a process has used
-//! and dropped must not accumulate, neither in the driver nor in the memory of this process.
+//! Few machines with many short-lived objects: pools, graphs, streams, events, pinned blocks. Dropped objects must not
+//! accumulate, neither in the driver nor in the memory of this process.
 
 use std::sync::Arc;
 
@@ -16,14 +16,14 @@ use crate::machine::{Machine, device_id};
 use crate::resident;
 
 const ROUNDS: u64 = 6000;
-/// What resident memory may grow by from a quarter of the rounds to the end. A hundred bytes that stay with each round
-/// are less, but they add up over the programs of a run, if they outlive the machine.
+/// How much resident memory may grow from a quarter of the rounds to the end. A leak of a hundred bytes per round stays
+/// below this, but adds up over the programs of a run if it outlives the machine.
 const BYTES_GROWTH: u64 = 8 << 20;
 
 /// Runs one program.
 pub fn run(context: &mut Context) {
     let machine = Machine::new(context, 1, 3);
-    // Pools that are gone are returned when a request needs their memory, not when it is refused at once.
+    // Memory of dropped pools is released when a request needs it, but not if the request is refused at once.
     let settings = Settings { throw_on_cudamalloc_oom: false, ..draw_settings(&mut context.rng) };
     context.step(settings.to_conf_string());
     let caching = Arc::new(CachingAllocator::new(&machine.instance, settings));

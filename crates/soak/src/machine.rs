@@ -1,5 +1,5 @@
-//! A simulated machine with checked memory: every block contains its owner's tag, and kernels check that it is still
-//! there. The code under test calls the driver through [`Faulty`]; the program itself calls the simulation.
+//! A simulated machine with checked memory: every block contains its owner's tag, and kernels check it. The code under
+//! test calls the driver through [`Faulty`]; the program itself calls the simulation.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,7 +22,6 @@ use crate::unsafe_calls::foreign_stream;
 
 const MIB: u64 = 1 << 20;
 
-/// The machine.
 pub struct Machine {
     pub sim: Arc<SimDriver>,
     pub faulty: Arc<Faulty>,
@@ -30,16 +29,16 @@ pub struct Machine {
     /// The streams of each device.
     pub streams: Vec<Vec<Stream>>,
     leases: Vec<StreamLease>,
-    /// Of each device.
+    /// The tag kernels of each device.
     tags: Vec<Tags>,
-    /// How many driver calls in a thousand fail in a call under test that faults are injected into; 0 is none.
+    /// How many of a thousand driver calls fail in a call under test with injected faults; 0 is none.
     fault_rate: u64,
     /// For callbacks that the program attaches.
     pub panics: Arc<Panics>,
     start: ObjectCounts,
 }
 
-/// A call that may fail.
+/// A call under test that may fail.
 pub struct Armed {
     plan: Option<FaultPlan>,
     injected_before: usize,
@@ -55,14 +54,14 @@ impl Panics {
         self.0.store(on, Ordering::Relaxed);
     }
 
-    /// Called by sources of memory: whether to return an address that no driver returns, if misbehaving is armed.
+    /// Called by upstreams: whether to return an address that no driver returns, if misbehaving is armed.
     pub fn misbehaves(&self) -> bool {
         let misbehaves = self.0.swap(false, Ordering::Relaxed);
         self.1.fetch_add(u64::from(misbehaves), Ordering::Relaxed);
         misbehaves
     }
 
-    /// How often a source misbehaved.
+    /// How often an upstream misbehaved.
     fn misbehaved(&self) -> u64 {
         self.1.load(Ordering::Relaxed)
     }
@@ -153,7 +152,7 @@ impl Machine {
         self.settle(context, armed, outcome, false)
     }
 
-    /// From here on calls may fail, until [`settle`](Self::settle). One in three calls is armed.
+    /// Calls may fail from here on, until [`settle`](Self::settle). One in three calls is armed.
     pub fn arm(&self, context: &mut Context) -> Armed {
         context.counts.operations += 1;
         let plan = (self.fault_rate > 0 && context.rng.one_in(3)).then(|| self.plan(&mut context.rng));
@@ -170,7 +169,7 @@ impl Machine {
         self.panics.arm(false);
     }
 
-    /// The call under test goes on.
+    /// Resumes the call under test.
     pub fn resume(&self, armed: &Armed) {
         if let Some(plan) = &armed.plan {
             self.faulty.set_plan(plan.clone());
@@ -262,7 +261,7 @@ impl Machine {
         Stream::external(&self.device(device), foreign_stream(raw)).unwrap()
     }
 
-    /// Destroys a stream. What it holds still runs.
+    /// Destroys a stream. Its queued work still runs.
     pub fn destroy_stream(&self, stream: &Stream) {
         self.sim.resume_stream(stream.id()).unwrap();
         self.sim.stream_destroy(stream.id()).unwrap();
@@ -302,7 +301,8 @@ impl Machine {
         self.instance.devices().for_each(|device| self.sim.device_synchronize(device.id()).unwrap());
     }
 
-    /// After a capture: it has ended also on the driver. If faults prevented that, resetting the graph tries again.
+    /// Checks after a capture that it has ended in the driver too. If faults prevented that, resetting the graph tries
+    /// again.
     pub fn expect_capture_ended(&self, graph: &mut Graph, stream: &Stream) {
         let capturing = || self.sim.capture_state(stream.id()).unwrap() != CaptureState::None;
         if !graph.is_captured() && capturing() {
@@ -312,14 +312,14 @@ impl Machine {
         assert!(!graph.is_capturing(), "the graph still captures");
     }
 
-    /// After a synchronization: no tag was overwritten, no hazard.
+    /// Checks after a synchronization that no tag was overwritten and no hazard was reported.
     pub fn check_contents(&self) {
         self.tags.iter().for_each(Tags::expect_intact);
         self.check_hazards();
     }
 
     pub fn check_hazards(&self) {
-        // A body that gives up joins nothing: that capture fails, as it should.
+        // A body that gives up does not join its forks: that capture fails, as it should.
         let is_defect = |hazard: &Hazard| hazard.kind != HazardKind::CaptureUnjoined;
         let hazards: Vec<Hazard> = self.sim.hazards().into_iter().filter(is_defect).collect();
         if let Some(hazard) = hazards.first() {

@@ -1,4 +1,4 @@
-//! What to run.
+//! The options of a run.
 
 use std::time::Duration;
 
@@ -7,15 +7,15 @@ use crate::campaign::Campaign;
 /// How much to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Length {
-    /// Until so much time has passed; the program that runs then is completed.
+    /// Until this much time has passed; the running program is completed.
     Time(Duration),
-    /// So many programs of each campaign.
+    /// This number of programs of each campaign.
     Programs(u64),
     /// Only the program of that number, of each campaign.
     One(u64),
 }
 
-/// What to run.
+/// The options of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The seed of all programs.

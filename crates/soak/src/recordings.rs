@@ -1,5 +1,5 @@
-//! Recordings through the reader and the replay: undamaged ones of a random program, which must be read back as they
-//! were written, and damaged ones, which must be errors or other recordings, without a panic and without much memory.
+//! Reads and replays recordings. Undamaged ones of a random program must be read back as they were written. Damaged
+//! ones must give errors or other recordings, without a panic and without much memory.
 
 use std::sync::{Arc, OnceLock};
 
@@ -42,7 +42,7 @@ pub fn run(context: &mut Context) {
             if context.rng.one_in(2) { damage(&mut context.rng, file.clone()) } else { alter(context, &file) };
         pass_through(context, &damaged);
     }
-    // The kernel counts the peak in batches: read again, it may be a little lower.
+    // The kernel counts the peak in batches: a second reading may be slightly lower.
     let grown = resident::now().unwrap_or_default().1.saturating_sub(peak);
     assert!(grown <= BYTES_GROWTH, "the peak of resident memory grew by {grown} bytes");
 }

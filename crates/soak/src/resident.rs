@@ -14,8 +14,8 @@ pub struct Resident {
 }
 
 impl Resident {
-    /// What resident memory may be after the warm-up: a tenth and 64 MiB more than the most within it. The C library's
-    /// heap does not return everything that is freed, and the campaigns take turns.
+    /// The limit of resident memory after the warm-up: a tenth and 64 MiB more than the maximum within it. The C
+    /// library's heap does not return everything that is freed, and the campaigns take turns.
     #[must_use]
     pub fn limit(&self) -> u64 {
         self.warm + self.warm / 10 + (64 << 20)

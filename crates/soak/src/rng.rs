@@ -2,7 +2,7 @@
 
 pub use warpool_testing::Rng;
 
-/// The seed of one program: a hash, so that neighbours have nothing in common.
+/// The seed of one program: a hash, so that neighbouring programs are unrelated.
 pub fn program_seed(seed: u64, campaign: u64, program: u64) -> u64 {
     let mut z = seed
         .wrapping_add(campaign.wrapping_mul(0xd1b5_4a32_d192_ed03))

@@ -26,7 +26,7 @@ const WARM_UP: Duration = Duration::from_secs(300);
 pub struct Progress {
     /// The campaign of the last program.
     pub campaign: Campaign,
-    /// What all programs did so far.
+    /// The counts of all programs so far.
     pub counts: Counts,
     /// Resident memory now; 0 if unknown.
     pub bytes_resident: u64,
@@ -34,12 +34,12 @@ pub struct Progress {
     pub elapsed: Duration,
 }
 
-/// What one campaign did.
+/// The result of one campaign.
 #[derive(Clone, Copy, Debug)]
 pub struct CampaignReport {
-    /// Which one.
+    /// The campaign.
     pub campaign: Campaign,
-    /// What its programs did.
+    /// The counts of its programs.
     pub counts: Counts,
     /// The time that they took.
     pub elapsed: Duration,
@@ -62,7 +62,7 @@ pub struct Violation {
     pub reproduced: Option<bool>,
 }
 
-/// What a run did.
+/// The result of a run.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// By campaign.
@@ -76,7 +76,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// What all campaigns did.
+    /// The counts of all campaigns.
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.campaigns.iter().fold(Counts::default(), |mut all, campaign| {
@@ -89,7 +89,7 @@ impl Report {
 /// The program that runs now: the index of its campaign, and its number.
 type Running = Arc<Mutex<(usize, u64)>>;
 
-/// What the running thread sends after each program.
+/// The message of the running thread after each program.
 struct Ended {
     turn: usize,
     program: u64,
@@ -106,7 +106,7 @@ struct Ended {
 /// If `campaigns` is empty.
 pub fn run(options: &Options, on_progress: &mut dyn FnMut(&Progress)) -> Report {
     assert!(!options.campaigns.is_empty(), "a run needs a campaign");
-    // Of one program that is run again all steps are of interest.
+    // If one program is run alone, all its steps are kept.
     let steps = Steps::new(if matches!(options.length, Length::One(_)) { 100_000 } else { 60 });
     let (begin, running) = (Instant::now(), Running::default());
     let (sender, receiver) = mpsc::channel();
@@ -189,7 +189,7 @@ fn run_program(options: &Options, campaign: Campaign, program: u64, steps: &Step
     (context.counts, failed)
 }
 
-/// What has been received.
+/// The results received so far.
 struct Run<'a> {
     options: &'a Options,
     begin: Instant,

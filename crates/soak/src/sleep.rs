@@ -1,5 +1,5 @@
 //! Tags that sleep and wake while driver calls fail, waits and copies included. Segments are larger than the chunks
-//! that contents are copied in, and of odd sizes. A naive model knows what every block contains.
+//! that contents are copied in, and of odd sizes. A naive model has the contents of every block.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -52,7 +52,7 @@ struct Block {
     /// `None` without a tag.
     tag: Option<usize>,
     stream: usize,
-    /// What its pages contain; `None` if it is zeroes.
+    /// The value in its pages; `None` if they are zeroed.
     value: Option<u32>,
 }
 
@@ -61,7 +61,7 @@ pub fn run(context: &mut Context) {
     let capacity = context.rng.pick(&[400, 700, 1200]) * MIB;
     let machine = Machine::with(context, 1, STREAMS, |config| {
         config.devices[0].properties.bytes_total = capacity;
-        // Memory that was not zeroed is seen.
+        // So that memory that was not zeroed is detected.
         config.fresh_byte = 0xa5;
     });
     let settings = Settings { expandable_segments: context.rng.one_in(2), ..Settings::default() };
@@ -86,7 +86,7 @@ pub fn run(context: &mut Context) {
     run.finish();
 }
 
-/// Mostly just above a limit of copies, and not a multiple of anything.
+/// Mostly more than the 64 MiB of a copy chunk, and of odd size.
 fn draw_bytes(rng: &mut Rng) -> u64 {
     let odd = 4 * rng.u64_below(MIB / 4);
     match rng.below(8) {
@@ -156,7 +156,7 @@ impl Run<'_> {
         }
     }
 
-    /// A call whose requests a tag serves.
+    /// Runs a call in the scope of a tag.
     fn in_scope<T>(&self, tag: Option<usize>, call: impl FnOnce(&dyn DeviceAllocator) -> Result<T>) -> Result<T> {
         let Some(tag) = tag else { return call(&*self.allocator) };
         let tag = self.tags.tag(&self.machine.device(0), TAGS[tag])?;
@@ -169,7 +169,7 @@ impl Run<'_> {
         (!all.is_empty()).then(|| self.context.rng.pick(&all))
     }
 
-    /// Also of tags that sleep.
+    /// Frees a block, also one of a sleeping tag.
     fn free(&mut self) {
         let Some(number) = self.any_block() else { return };
         self.check_block(number);
@@ -256,7 +256,7 @@ impl Run<'_> {
         }
     }
 
-    /// What sleeps already keeps its contents, unless they are discarded now.
+    /// A tag that sleeps already keeps its contents, unless they are discarded now.
     fn fell_asleep(&mut self, tag: usize, keep: Keep) {
         let was = self.asleep.get(&tag).copied();
         let now = if was == Some(Keep::Discard) { Keep::Discard } else { keep };
@@ -298,8 +298,8 @@ impl Run<'_> {
     /// Wakes and checks everything, frees it, and checks that nothing is left.
     fn finish(mut self) {
         self.context.step("the end");
-        // There may be too little memory to wake all at once. Those that are awake too: the call does what earlier ones
-        // could not.
+        // One by one, since there may be too little memory to wake all at once. Also tags that are awake: the call
+        // completes what earlier calls could not.
         for (tag, name) in TAGS.iter().enumerate() {
             if self.tags.wake(&[name]).is_ok() {
                 self.asleep.remove(&tag);

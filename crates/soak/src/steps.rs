@@ -11,7 +11,7 @@ pub struct Steps {
 }
 
 impl Steps {
-    /// So many are kept.
+    /// Keeps the last `most` steps.
     pub fn new(most: usize) -> Self {
         Self { last: Arc::default(), most }
     }

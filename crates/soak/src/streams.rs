@@ -1,8 +1,8 @@
 //! Streams that the program creates and destroys all the time, as other libraries do, with memory of every allocator.
 //! Blocks are used by many streams, whose work may still run when they are destroyed.
 //!
-//! The programs are correct: memory of a stream, and memory whose use by it was recorded, is freed before the stream is
-//! destroyed, and every use by another stream is recorded or joined.
+//! The programs are correct: before a stream is destroyed, its memory and all memory whose use by it was recorded is
+//! freed, and every use by another stream is recorded or joined.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +16,7 @@ use crate::table::Table;
 
 /// Streams that stay for the whole program.
 const STANDING: usize = 2;
-/// The most streams that come and go, at a time.
+/// The maximum number of streams that are created and destroyed, at a time.
 const PASSING: usize = 6;
 const MIB: u64 = 1 << 20;
 
@@ -27,11 +27,11 @@ struct Run<'a> {
     table: Table,
     /// By number.
     streams: BTreeMap<usize, Stream>,
-    /// Those that are not destroyed before the end.
+    /// Streams that are not destroyed before the end.
     standing: BTreeSet<usize>,
-    /// Those that ask for nothing until all work is done: others may still use what was freed there.
+    /// Streams that make no requests until all work is done: others may still use memory that was freed there.
     silent: BTreeSet<usize>,
-    /// Those that may use what was freed, although nobody said so. They are not destroyed until all work is done.
+    /// Streams that may use freed memory without a recorded use. They are not destroyed until all work is done.
     unsaid: BTreeSet<usize>,
     blocks: Vec<Block>,
     /// Allocations that were freed.
@@ -45,13 +45,13 @@ struct Block {
     tag: u32,
     /// Its stream, by number.
     stream: usize,
-    /// Other streams that were said to use it, by number. They may still read it.
+    /// Other streams whose use is recorded, by number. They may still read it.
     recorded: BTreeSet<usize>,
 }
 
 /// Runs one program.
 pub fn run(context: &mut Context) {
-    // Some blocks are allocated again without any step only if the driver is not told of them.
+    // The allocators' shortest paths are taken only if the driver does not track suballocations.
     let is_told = !context.seed.is_multiple_of(4);
     let machine = Machine::with(context, 1, STANDING, |config| config.track_suballocations = is_told);
     let subject = Subject::draw(context, &machine, false);
@@ -124,7 +124,7 @@ impl Run<'_> {
         self.context.rng.pick(&all)
     }
 
-    /// One that may ask for memory.
+    /// A stream that may request memory.
     fn any_asking(&mut self) -> Option<usize> {
         let all: Vec<usize> = self.streams.keys().copied().filter(|number| !self.silent.contains(number)).collect();
         (!all.is_empty()).then(|| self.context.rng.pick(&all))
@@ -139,7 +139,7 @@ impl Run<'_> {
         }
     }
 
-    /// Destroys a stream. Its blocks are freed before, and blocks that it was said to use.
+    /// Destroys a stream, after freeing its blocks and the blocks whose use by it is recorded.
     fn destroy(&mut self) {
         let passing: Vec<usize> = self.streams.keys().copied().filter(|number| self.may_end(*number)).collect();
         if passing.is_empty() {
@@ -199,8 +199,8 @@ impl Run<'_> {
         true
     }
 
-    /// A stream that has just asked for memory uses a block, which nobody says, and the block is freed. Pages wait for
-    /// such a stream, as long as the block's own asks for nothing, and if no driver call fails.
+    /// A stream that has just requested memory uses a block without a recorded use, and the block is freed. Its pages
+    /// wait for such a stream, as long as the block's own stream makes no request and no driver call fails.
     fn use_unsaid(&mut self) {
         let can_wait = self.subject.paged.is_some() && !self.machine.has_faults();
         let Some(other) = self.any_asking().filter(|_| can_wait && !self.blocks.is_empty()) else { return };
@@ -218,7 +218,7 @@ impl Run<'_> {
         self.free(at);
     }
 
-    /// The last work of a stream waits, while two others need pages of each other again and again.
+    /// The last work of a stream is paused, while two other streams take pages of each other again and again.
     fn outlast(&mut self) {
         let passing: Vec<usize> = self.streams.keys().copied().filter(|number| self.may_end(*number)).collect();
         if self.subject.paged.is_none() || passing.is_empty() || !self.silent.is_empty() {
@@ -275,7 +275,7 @@ impl Run<'_> {
         }
         let block = &mut self.blocks[at];
         block.tag = tag;
-        // Also if the call failed: then it may be recorded or not.
+        // Even if the call failed: then the use may or may not be recorded.
         if record {
             block.recorded.insert(other);
         }
@@ -299,7 +299,7 @@ impl Run<'_> {
             false => allocator.free(allocation),
         });
         self.table.remove(allocation.ptr);
-        // After a failed driver call, or a panic, what is to be done in these streams is left to later calls.
+        // After a failed driver call or a panic, work in these streams is left to later calls.
         if outcome != Outcome::Done(()) || self.context.counts.faults > faults {
             self.standing.insert(stream);
             self.standing.extend(recorded);
@@ -343,7 +343,7 @@ impl Run<'_> {
 
     /// A second free of an allocation is refused, also if another one is at its address.
     fn free_stale(&mut self) {
-        // The others know allocations by their addresses alone.
+        // The other allocators identify allocations by address alone.
         if self.subject.caching.is_none() && self.subject.paged.is_none() {
             return;
         }
@@ -376,7 +376,7 @@ impl Run<'_> {
         self.machine.synchronize();
         let Self { machine, subject, streams, table, .. } = self;
         subject.allocator.trim(device_id(0), MemPoolId::DEFAULT).unwrap();
-        // Nothing is left to be done in these.
+        // No work is left in these.
         streams.range(STANDING..).for_each(|(_, stream)| machine.destroy_stream(stream));
         let reserved = subject.allocator.stats(device_id(0)).unwrap().reserved_bytes.all.current;
         if subject.caching.is_some() || subject.paged.is_some() {

@@ -102,14 +102,14 @@ impl Table {
         self.totals[device].ooms += 1;
     }
 
-    /// Whether the statistics have as many blocks as this.
+    /// Whether the statistics have the same number of blocks as this table.
     pub fn has_current(&self, allocator: &dyn DeviceAllocator) -> bool {
         let blocks = |device| allocator.stats(device_id(device)).unwrap().allocation.all.current;
         self.totals.iter().enumerate().all(|(device, totals)| blocks(device) == totals.blocks)
     }
 
-    /// A request ended in a panic of a callback: nobody has the block. It may have been allocated and freed again; so
-    /// may at most `most` blocks.
+    /// A request ended in a panic of a callback: nobody has the block. At most `most` blocks may have been allocated
+    /// and freed again.
     pub fn panicked(&mut self, allocator: &dyn DeviceAllocator, most: usize) {
         self.knows_ooms = false;
         self.undone(allocator, most);
@@ -162,7 +162,7 @@ impl Table {
             }
             for (name, by_kind) in [("allocation", stats.allocation), ("reserved_bytes", stats.reserved_bytes)] {
                 let both = by_kind.small_pool.current + by_kind.large_pool.current;
-                // Allocators without a cache know no kinds.
+                // Allocators without a cache do not distinguish segment kinds.
                 assert!(both == by_kind.all.current || both == 0, "{name}: {by_kind:?}");
                 let of_kinds = by_kind.small_pool.peak.max(by_kind.large_pool.peak);
                 assert!(of_kinds <= by_kind.all.peak, "the peaks of {name}: {by_kind:?}");

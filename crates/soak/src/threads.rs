@@ -1,6 +1,6 @@
 //! Threads on one allocator of device memory and one of pinned memory, with streams of their own and shared ones,
 //! blocks and typed vectors that are passed between threads, captures, little memory, faults and trims at any time.
-//! Some programs fork meanwhile. The interleaving differs from run to run; what is checked holds for all.
+//! Some programs fork meanwhile. The interleaving differs from run to run; the checks hold for all.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -28,7 +28,7 @@ use crate::rng::Rng;
 use crate::unsafe_calls::in_child;
 
 const THREADS: usize = 4;
-/// For work; one more per thread is for captures, since work of another thread in it would be captured too.
+/// Streams for work. Each thread has one more for captures, since work of another thread in it would be captured too.
 const STREAMS_EACH: usize = 2;
 /// Streams that all threads put work into.
 const STREAMS_SHARED: usize = 2;
@@ -36,7 +36,7 @@ const MIB: u64 = 1 << 20;
 /// How long a capture may take to end, with faults.
 const END_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What the threads share.
+/// The state shared by the threads.
 struct Shared {
     machine: Machine,
     allocator: Arc<dyn DeviceAllocator>,
@@ -60,7 +60,7 @@ struct Tagged {
     stream: Stream,
 }
 
-/// A typed vector, and what all its elements are.
+/// A typed vector, and the value of all its elements.
 struct Filled {
     vector: DeviceVec<u32>,
     value: u32,
@@ -107,7 +107,7 @@ pub fn run(context: &mut Context) {
         let code = context.rng.pick(&[ErrorCode::OutOfMemory, ErrorCode::NotPermitted, ErrorCode::Unknown(999)]);
         let fraction = context.rng.pick(&[0.002, 0.02, 0.1]);
         context.step(format!("{fraction} of the driver calls fail with {code:?}, typed vectors {has_vectors}"));
-        // Typed memory that may be in a capture of which nothing is known is kept for good.
+        // If the capture state of a stream is not known, typed memory that may be in a capture is leaked.
         let may_fail = |call: &Call| !has_vectors || *call != Call::CaptureState;
         let calls: Vec<Call> = Call::ALL.iter().copied().filter(may_fail).collect();
         shared.machine.faulty.set_plan(FaultPlan::new().fail_fraction(&calls, fraction, context.rng.u64(), code));
@@ -140,7 +140,7 @@ pub fn run(context: &mut Context) {
     close(shared);
 }
 
-/// A child of the process, while other threads hold locks: it gets errors, frees nothing, hangs nowhere, and can have
+/// A child of the process, while other threads hold locks: it gets errors, frees nothing, does not hang, and can have
 /// an allocator of its own.
 fn fork(shared: &Shared) {
     let stream = shared.machine.stream(0, 0);
@@ -348,7 +348,7 @@ impl<'a> Worker<'a> {
         }
         let len = 1 + self.rng.below(500);
         let outcome = DeviceVec::zeroed(&self.shared.allocator, len, stream);
-        // It was allocated also if it could not be filled.
+        // It was allocated even if it could not be filled.
         let vector = match outcome {
             Err(_) if self.shared.faults => {
                 self.shared.unknown.store(true, Ordering::Relaxed);
@@ -361,7 +361,7 @@ impl<'a> Worker<'a> {
         Some(Filled { vector, value: 0 })
     }
 
-    /// Uses a vector in a stream, also one in which this thread captures at other times. It is passed on.
+    /// Uses a vector in a stream, possibly one in which this thread captures at other times, and passes it on.
     fn use_vector(&mut self) {
         let stream = if self.rng.one_in(3) { self.for_captures.clone() } else { self.any_stream() };
         let Some(mut filled) = self.take_vector(&stream) else { return };
@@ -378,7 +378,7 @@ impl<'a> Worker<'a> {
                 Ok(()) => {}
                 // The thread that used it last captures in that stream.
                 Err(Error::Buffer(BufferError::LastUseCaptures { .. })) => break,
-                // What it contains is not known any more.
+                // Its contents are not known any more.
                 Err(_) if self.shared.faults => return,
                 Err(error) => panic!("thread {}: an error without a fault: {error}", self.thread),
             }
@@ -488,7 +488,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// A capture that could not be ended because of faults is ended before the thread is.
+    /// Ends a capture that could not be ended because of faults, before the thread ends.
     fn end_capture(&mut self) {
         let machine = &self.shared.machine;
         let begin = Instant::now();

@@ -35,7 +35,7 @@ unsafe extern "C" {
 /// Runs `act` in a child of this process, which is killed if it hangs. Returns whether it returned `true`.
 #[cfg(target_os = "linux")]
 pub fn in_child(act: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child has one thread, which only runs `act`; what that must not do after a fork is what is tested.
+    // SAFETY: the child has one thread, which only runs `act`; the test is about what that must not do after a fork.
     let pid = unsafe { fork() };
     assert!(pid >= 0, "no child can be started");
     if pid == 0 {

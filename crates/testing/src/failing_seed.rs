@@ -9,7 +9,7 @@ pub struct FailingSeed {
 }
 
 impl FailingSeed {
-    /// Of a program with that seed.
+    /// For a program with that seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self::unless(seed, || false)

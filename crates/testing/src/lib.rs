@@ -1,5 +1,5 @@
-//! What Warpool's tests and the programs of `warpool soak` share: random draws from a seed ([`Rng`]), which seeds a
-//! test runs ([`seeds`]), what is printed of one that fails ([`FailingSeed`]), and tags in simulated memory ([`Tags`]).
+//! Code shared by Warpool's tests and the programs of `warpool soak`: random draws from a seed ([`Rng`]), which seeds a
+//! test runs ([`seeds`]), a report of the one that fails ([`FailingSeed`]), and tags in simulated memory ([`Tags`]).
 
 mod failing_seed;
 mod rng;

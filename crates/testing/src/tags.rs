@@ -43,9 +43,9 @@ static KERNELS: KernelSource = KernelSource {
     ],
 };
 
-/// The words of a block at which its tag and their own number are written: the first and the last ones, and those
-/// around every boundary of 2 MiB, so that each page behind the block is told from all others. All are even, so that
-/// no two pairs overlap in part. Blocks are aligned to 512 bytes.
+/// The positions of the words where a block's tag and the position itself are written: the first and the last, and
+/// those around every boundary of 2 MiB, so that each page under the block is distinguished from all others. All are
+/// even, so that no two pairs overlap in part. Blocks are aligned to 512 bytes.
 fn page_words(ptr: DevicePtr, words: u32) -> impl Iterator<Item = u32> {
     const PAGE_WORDS: u64 = (2 << 20) / 4;
     let words = u64::from(words) & !1;
@@ -81,13 +81,13 @@ impl Tags {
         Self { sim: Arc::clone(sim), device, module, write, check, write_pages, check_pages, mismatch }
     }
 
-    /// Queues a write of a tag into every page behind a block.
+    /// Queues a write of a tag into every page of a block.
     pub fn write_pages(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: StreamId) {
         let args = [ptr.into(), KernelArg::U32((bytes / 4) as u32), KernelArg::U32(tag)];
         self.sim.kernel_launch(self.write_pages, LaunchShape::ONE, &args, stream).unwrap();
     }
 
-    /// Queues a check that every page behind a block still contains its tag.
+    /// Queues a check that every page of a block still contains its tag.
     pub fn check_pages(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: StreamId) {
         let args = [ptr.into(), KernelArg::U32((bytes / 4) as u32), KernelArg::U32(tag), self.mismatch.into()];
         self.sim.kernel_launch(self.check_pages, LaunchShape::ONE, &args, stream).unwrap();

@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// How many bytes a tag's name has at most, with the null character.
+// The maximum size of a tag's name in bytes, with the null character.
 #define WARPOOL_TAG_NAME_LENGTH 64
 
 // The allocated blocks of a pool at some moment. Opaque.
@@ -139,11 +139,11 @@ typedef struct warpool_segment {
   size_t address;
   // Its size.
   size_t total_size;
-  // What of it is allocated.
+  // Its allocated bytes.
   size_t allocated_size;
-  // What of it is allocated or pending free.
+  // Its bytes that are allocated or pending free.
   size_t active_size;
-  // What was requested of it.
+  // Its requested bytes.
   size_t requested_size;
   // Its stream, a `cudaStream_t`.
   void *stream;
@@ -230,13 +230,13 @@ typedef struct warpool_oom {
   bool is_rejection;
   // What was, or would have been, requested from the driver.
   size_t requested;
-  // What is allocated.
+  // The allocated bytes.
   size_t allocated;
   // What may be reserved: the device's memory, or the limit that is set.
   size_t limit;
   // The device's memory.
   size_t bytes_total;
-  // What of it is free.
+  // The device's free memory.
   size_t bytes_free;
 } warpool_oom;
 
@@ -253,7 +253,7 @@ typedef void (*warpool_block_visitor)(void *user, void *ptr);
 typedef struct warpool_pinned_block {
   // Its address.
   void *ptr;
-  // What frees it, with `warpool_pinned_free`.
+  // The argument of `warpool_pinned_free`.
   void *block;
 } warpool_pinned_block;
 
@@ -303,7 +303,7 @@ typedef struct warpool_sleep_totals {
   int64_t changed;
   // How many were in that state already.
   int64_t unchanged;
-  // Bytes of device memory that the driver got, or gave.
+  // Bytes of device memory that were returned to the driver, or taken from it.
   int64_t bytes_device;
   // Bytes that were copied to the host, or back.
   int64_t bytes_copied;
@@ -577,7 +577,7 @@ int warpool_pool_has_exactly(int device, struct warpool_pool_id pool, void *cons
 // `stream` is NULL or a stream of the driver, and stays alive as long as memory that was allocated for it.
 void *warpool_allocate(size_t bytes, int device, void *stream);
 
-// Allocates `bytes` at `ptr`, out of a free block of the same stream and pool that contains it. Never asks the driver.
+// Allocates `bytes` at `ptr`, out of a free block of the same stream and pool that contains it. Makes no driver call.
 //
 // # Safety
 // As for `warpool_allocate`.
@@ -753,7 +753,7 @@ void warpool_pinned_free(void *block);
 // error, or writable.
 int warpool_pinned_record_use(void *ptr, int device, void *stream, const void *filtered, int *found);
 
-// Unpins what is cached, and what graphs used that are gone.
+// Unpins cached memory, and memory that destroyed graphs used.
 int warpool_pinned_empty_cache(void);
 
 // A capture is about to begin: requests and uses that `filter` accepts belong to the pool, until
@@ -770,7 +770,7 @@ int warpool_pinned_pool_begin(struct warpool_pool_id pool,
 // The capture has ended.
 int warpool_pinned_pool_end(struct warpool_pool_id pool);
 
-// Ends a use of the pool: a graph is gone.
+// Ends a use of the pool: a graph was destroyed.
 int warpool_pinned_pool_release(struct warpool_pool_id pool);
 
 // Writes the statistics of pinned memory.
@@ -807,9 +807,9 @@ int warpool_pinned_is_history_on(void);
 // `visitor` is NULL, which is an error, or its functions may be called with its `user`.
 int warpool_visit_pinned(const struct warpool_pinned_visitor *visitor);
 
-// Calls `write` once with how another process can open the memory at `ptr`: the handle of the memory that it is in,
-// and where it begins there. The block must stay allocated as long as others use it. `torch_version` is the version of
-// the handles of PyTorch's own allocator, with which processes can open it too: 2, since PyTorch 2.13 3.
+// Calls `write` once with what another process needs to open the memory at `ptr`: the handle of the memory that
+// contains it, and its offset there. The block must stay allocated as long as others use it. `torch_version` is the
+// version of the handles of PyTorch's own allocator, with which processes can open it too: 2, since PyTorch 2.13 3.
 //
 // # Safety
 // `write` is NULL, which is an error, or can be called with `user`.
@@ -822,13 +822,13 @@ int warpool_share(void *ptr, uint8_t torch_version, warpool_write_handle write, 
 // `handle` points to `length` bytes. `ptr` is NULL, which is an error, or writable.
 int warpool_open_shared(int device, const uint8_t *handle, size_t length, void **ptr);
 
-// Ends a use of opened memory; after the last it is closed, behind all work of the device, or if a pool is open, by a
-// later call. In a forked child nothing happens.
+// Ends a use of opened memory. After the last use it is closed, once all work of the device is done; if a pool is
+// open, a later call closes it. In a forked child nothing happens.
 int warpool_close_shared(void *ptr);
 
 // Requests of the calling thread on the device carry the tag from here on, until `warpool_tag_end`: its memory can
 // sleep. Scopes may be nested and open in any number of threads; the newest of the thread counts. A pool of PyTorch's
-// that is open for the request comes first. Writes to `scope` what ends it.
+// that is open for the request comes first. Writes the scope for `warpool_tag_end` to `scope`.
 //
 // # Safety
 // `tag` is NULL, which is an error, or a null-terminated string. `scope` is NULL, which is an error, or writable.
@@ -846,15 +846,15 @@ int warpool_tag_end(uint64_t scope);
 // `tags` is NULL or points to `count` null-terminated strings. `bytes` is NULL or writable.
 int warpool_prepare_sleep(const char *const *tags, size_t count, int64_t *bytes);
 
-// Puts the memory of tags to sleep, on all devices, all of it or none: the contents go to pinned host memory, or are
-// dropped if `keep` is 0; the physical memory goes to the driver; addresses stay. `tags` has `count` names; NULL is
-// all tags. Waits for all work of the devices. Writes to `done`, unless it is NULL, what was done.
+// Puts the memory of tags to sleep, on all devices, all or nothing: the contents are copied to pinned host memory, or
+// dropped if `keep` is 0; the physical memory is returned to the driver; addresses stay reserved. `tags` has `count`
+// names; NULL is all tags. Waits for all work of the devices. Writes to `done`, unless it is NULL, what was done.
 //
 // # Safety
 // `tags` is NULL or points to `count` null-terminated strings. `done` is NULL or writable.
 int warpool_sleep(const char *const *tags, size_t count, int keep, struct warpool_sleep_totals *done);
 
-// Wakes the memory of tags, on all devices, all of it or none: at the same addresses, with the contents, or zeroed if
+// Wakes the memory of tags, on all devices, all or nothing: at the same addresses, with the contents, or zeroed if
 // they were dropped. `tags` has `count` names; NULL is all tags. Writes to `done`, unless it is NULL, what was done.
 //
 // # Safety

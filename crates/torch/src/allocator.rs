@@ -46,7 +46,7 @@ impl Allocator {
         }
     }
 
-    /// The same, for those who keep it.
+    /// The allocator as a shared trait object.
     pub(crate) fn shared(&self) -> Arc<dyn DeviceAllocator> {
         match self {
             Self::Caching(allocator) => allocator.clone(),
@@ -60,7 +60,7 @@ impl Allocator {
         self.backend().name()
     }
 
-    /// Allocates, without a call through a table of functions: the hot path.
+    /// Allocates, without dynamic dispatch: the hot path.
     #[inline]
     pub(crate) fn allocate(&self, request: Request) -> warpool::Result<Allocation> {
         match self {
@@ -70,7 +70,7 @@ impl Allocator {
         }
     }
 
-    /// Frees what starts at `ptr`; `device` is searched first.
+    /// Frees the block that starts at `ptr`; `device` is searched first.
     #[inline]
     pub(crate) fn free(&self, device: DeviceId, ptr: DevicePtr) -> warpool::Result<()> {
         match self {
@@ -80,7 +80,7 @@ impl Allocator {
         }
     }
 
-    /// Allocates a cached block, if nothing else is to be done.
+    /// Allocates a cached block, if that is all that the request needs.
     #[inline]
     pub(crate) fn allocate_cached(&self, request: &Request) -> Option<DevicePtr> {
         match self {
@@ -90,7 +90,7 @@ impl Allocator {
         }
     }
 
-    /// Frees what starts at `ptr` on `device`, if nothing else is to be done.
+    /// Frees the block that starts at `ptr` on `device`, if that is all that the free needs.
     #[inline]
     pub(crate) fn free_cached(&self, device: DeviceId, ptr: DevicePtr) -> bool {
         match self {
@@ -158,7 +158,7 @@ impl Allocator {
         }
     }
 
-    /// The same for those who ask later, also when it is gone: then there are none.
+    /// The same as a function that outlives the allocator: then there are no parts.
     pub(crate) fn parts_of(&self) -> PartsOf {
         match self {
             Self::Caching(allocator) => {
@@ -215,7 +215,7 @@ impl Allocator {
         }
     }
 
-    /// What a device's pages are used for.
+    /// The statistics of a device's pages.
     pub(crate) fn page_stats(&self, device: DeviceId) -> Result<PageStats> {
         match self {
             Self::Paged(allocator) => Ok(allocator.page_stats(device)?),

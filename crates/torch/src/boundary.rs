@@ -15,7 +15,7 @@ use crate::last_error;
 /// Runs `body`. A panic becomes [`Error::Panic`]; an error becomes the thread's last error.
 #[inline]
 pub(crate) fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
-    // Unwind safe: shared state is behind mutexes, and the crates below ignore poisoning on purpose.
+    // Unwind safe: shared state is protected by mutexes, and the crates below ignore poisoning on purpose.
     let result = panic::catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panic_error(&*panic)));
     if let Err(error) = &result {
         last_error::set(error);
@@ -109,7 +109,7 @@ pub(crate) unsafe fn copy_text(text: &str, buffer: *mut c_char, length: usize) -
     if buffer.is_null() || length == 0 {
         return text.len();
     }
-    // Whole characters only.
+    // Truncates at a character boundary.
     let fits = (0..=text.len().min(length - 1)).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
     // SAFETY: `fits < length`, and `text` is our own memory, so the ranges do not overlap.
     unsafe { buffer.cast::<u8>().copy_from_nonoverlapping(text.as_ptr(), fits) };

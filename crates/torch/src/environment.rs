@@ -11,7 +11,8 @@ use warpool_driver::sim::{SimConfig, SimDriver};
 
 use crate::error::{Error, Result};
 
-/// The variables with PyTorch's settings, in PyTorch's order: the first that is set is used. Ours comes on top of it.
+/// The variables with PyTorch's settings, in PyTorch's order: the first that is set is used. `WARPOOL_CONF` is applied
+/// on top of it.
 const PYTORCH_VARIABLES: [&str; 2] = ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
 const OWN_VARIABLE: &str = "WARPOOL_CONF";
 

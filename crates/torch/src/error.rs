@@ -151,7 +151,7 @@ pub enum Error {
         pool: TorchPoolId,
     },
 
-    /// A source of segments for a pool that exists.
+    /// An upstream for a pool that already exists.
     #[error("pool {pool} exists already, and its allocator cannot be changed")]
     PoolExists {
         /// PyTorch's id of the pool.
@@ -238,10 +238,10 @@ pub enum Error {
         length: usize,
     },
 
-    /// What only the caching allocator does.
+    /// An operation that only the caching allocator has.
     #[error("{what} is not possible with backend:{backend}; choose backend:native")]
     NativeOnly {
-        /// What.
+        /// The operation.
         what: &'static str,
         /// The backend.
         backend: &'static str,

@@ -82,7 +82,7 @@ struct OutOfMemory {
 
 // SAFETY: functions and constants of libraries that are never unloaded; none is tied to a thread.
 unsafe impl Send for Torch {}
-// SAFETY: as above, and all of it is immutable.
+// SAFETY: as above, and everything is immutable.
 unsafe impl Sync for Torch {}
 
 /// `c10::SourceLocation`.
@@ -98,7 +98,7 @@ struct SourceLocation {
 #[repr(C, align(8))]
 struct StdString([u8; 32]);
 
-/// More than the size of a `c10::Error`: 128 bytes in PyTorch 2.11, which no symbol tells.
+/// More than the size of a `c10::Error`, which no symbol contains: 128 bytes in PyTorch 2.11.
 const EXCEPTION_BYTES: usize = 512;
 
 impl OutOfMemory {

@@ -1,10 +1,10 @@
 //! The process-wide allocator and its operations in Rust types; `abi/` is the same in C types.
 //!
-//! It is created by the first call that needs it and never dropped: at process exit the driver may be gone already. A
-//! failed start changes nothing and can be repeated.
+//! It is created by the first call that needs it and never dropped: at process exit the driver may already be unloaded.
+//! A failed start changes nothing and can be repeated.
 //!
-//! In a forked child the parent's runtime is not used any more, not even its locks, which other threads may have held:
-//! [`get`] fails. A child whose parent had not begun to start one starts its own.
+//! In a forked child the parent's runtime is not used, not even its locks, which other threads may have held: [`get`]
+//! fails. If the parent had not begun to start a runtime, the child starts its own.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -84,8 +84,8 @@ pub fn started() -> Option<&'static Runtime> {
     RUNTIME.get()
 }
 
-/// Serializes starts: 0, or the process that a thread of which is starting. Not a mutex: in a child that was forked
-/// during a start, that would stay locked for ever, and the driver may be half open.
+/// Serializes starts: 0, or the id of the process in which a thread is starting. Not a mutex, which would stay locked
+/// for ever in a child forked during a start, where the driver may be half open.
 struct StartLock;
 
 static STARTING: AtomicU64 = AtomicU64::new(0);
@@ -121,8 +121,8 @@ fn start(backend: Backend) -> Result<&'static Runtime> {
     Ok(RUNTIME.get_or_init(|| runtime))
 }
 
-/// A runtime with the settings of `settings`, which gets the backend for those that name none. Where a GPU cannot have
-/// that one, the default takes its place: nobody asked for it by name.
+/// A runtime with the settings of `settings`, which is called with the backend to use if the settings name none. If a
+/// GPU does not support that backend and the settings do not name it, the default is used.
 fn open(driver: Arc<dyn Driver>, backend: Backend, settings: impl Fn(Backend) -> Result<Settings>) -> Result<Runtime> {
     let opened = Runtime::new(Arc::clone(&driver), settings(backend)?);
     let instead = settings(Backend::default())?;
@@ -137,14 +137,14 @@ fn open(driver: Arc<dyn Driver>, backend: Backend, settings: impl Fn(Backend) ->
     Runtime::new(driver, instead)
 }
 
-/// Memory for work on `stream` from what is cached, the hot path: nothing is created, waited for or recorded. `None`,
-/// and nothing has changed, if anything else is to be done: [`Runtime::allocate`] does it.
+/// Cached memory for work on `stream`, the hot path: nothing is created, waited for or recorded. `None`, without any
+/// change, if the request needs more than that: use [`Runtime::allocate`] then.
 #[inline]
 pub(crate) fn allocate_cached(bytes: usize, device: i32, stream: ForeignStream) -> Option<DevicePtr> {
     let runtime = here()?;
-    // A negative index is that of no device.
+    // A negative index becomes a device that does not exist.
     let device = DeviceId(device.cast_unsigned());
-    // With several devices the thread's last lookup tells where a block that it frees is.
+    // With several devices, a free uses the thread's last lookup to find the device.
     let stream = if stream == ForeignStream::NULL && device == DeviceId(0) && runtime.device_count == 1 {
         runtime.streams.first_default()?
     } else {
@@ -156,8 +156,8 @@ pub(crate) fn allocate_cached(bytes: usize, device: i32, stream: ForeignStream) 
     runtime.allocator.allocate_cached(&Request::new(device, stream, bytes as u64))
 }
 
-/// Frees what starts at `ptr`, the hot path. `false`, and nothing has changed, if anything else is to be done:
-/// [`Runtime::free_block`] does it.
+/// Frees the block that starts at `ptr`, the hot path. `false`, without any change, if the free needs more than that:
+/// use [`Runtime::free_block`] then.
 #[inline]
 pub(crate) fn free_cached(ptr: DevicePtr) -> bool {
     here().is_some_and(|runtime| {
@@ -165,13 +165,13 @@ pub(crate) fn free_cached(ptr: DevicePtr) -> bool {
     })
 }
 
-/// Pinned memory from what is cached, as [`allocate_cached`].
+/// Cached pinned memory, as [`allocate_cached`].
 #[inline]
 pub(crate) fn allocate_pinned_cached(bytes: usize) -> Option<HostBlock> {
     here()?.pinned.allocate_cached(bytes as u64)
 }
 
-/// Frees pinned memory, the hot path. Returns it, and nothing has changed, if anything else is to be done.
+/// Frees pinned memory, the hot path. Returns it, without any change, if the free needs more than that.
 #[inline]
 pub(crate) fn free_pinned_cached(block: HostBlock) -> std::result::Result<(), HostBlock> {
     match here() {
@@ -298,7 +298,7 @@ impl Runtime {
     /// The device that the calling thread used last.
     #[inline]
     fn last_device(&self) -> DeviceId {
-        // Not inlined: the address of the thread's value would be looked up in any case.
+        // Not inlined: otherwise the address of the thread-local value would be looked up in every call.
         #[inline(never)]
         fn of_several() -> DeviceId {
             StreamTable::last_device()
@@ -323,8 +323,9 @@ impl Runtime {
         Ok(self.allocator().record_use_raw(ptr, stream)?)
     }
 
-    /// Returns cached memory to the driver: of released pools with that id, or with the default id of the default pool
-    /// and of all released ones. If `stream`, the caller's current one, captures, the default pool stays as it is.
+    /// Returns cached memory to the driver. For the default id, that of the default pool and of all released pools;
+    /// otherwise that of released pools with this id. If `stream`, the caller's current stream, captures, the default
+    /// pool is not trimmed.
     pub fn trim(&self, pool: TorchPoolId, device: i32, stream: ForeignStream) -> Result<()> {
         if pool != (TorchPoolId { graph: 0, user: 0 }) {
             for (device, pool) in self.routing.all_pools(pool) {
@@ -356,12 +357,12 @@ impl Runtime {
         })
     }
 
-    /// Requests of the calling thread on the device carry a tag from here on. Returns what ends that.
+    /// Requests of the calling thread on the device carry a tag from here on. Returns the scope to end it with.
     pub fn begin_tag(&self, device: i32, tag: &str) -> Result<u64> {
         self.tags.begin(&self.allocator, self.pinned.allocator(), &self.device(device)?, tag)
     }
 
-    /// Ends what [`begin_tag`](Self::begin_tag) began.
+    /// Ends a scope of [`begin_tag`](Self::begin_tag).
     pub fn end_tag(&self, scope: u64) -> Result<()> {
         self.tags.end(scope)
     }
@@ -387,7 +388,7 @@ impl Runtime {
         self.tags.info()
     }
 
-    /// How another process can open the memory at `ptr`: a handle of what it is in, and where it begins there.
+    /// How another process can open the memory at `ptr`: a handle of the memory that contains it, and its offset there.
     pub fn share(&self, ptr: DevicePtr, torch_version: u8) -> Result<(Vec<u8>, usize)> {
         let parts = self.allocator.mapped_parts(ptr)?;
         if let Some(first) = parts.first() {
@@ -400,7 +401,7 @@ impl Runtime {
         Ok((Sharing::export_plain(&**self.instance.driver(), base)?, (ptr.0 - base.0) as usize))
     }
 
-    /// Opens memory of another process; every call is to be paired with one of [`close_shared`](Self::close_shared).
+    /// Opens memory of another process; every call must be paired with one of [`close_shared`](Self::close_shared).
     pub fn open_shared(&self, device: i32, handle: &[u8]) -> Result<DevicePtr> {
         let (device, capturing) = (self.device_id(device)?, self.routing.is_any_open());
         self.sharing.open(&**self.instance.driver(), device, handle, capturing)
@@ -411,7 +412,7 @@ impl Runtime {
         self.sharing.close(&**self.instance.driver(), ptr, self.routing.is_any_open())
     }
 
-    /// The allocator, of one of our kinds.
+    /// The allocator, by kind.
     pub(crate) fn kind(&self) -> &Allocator {
         &self.allocator
     }
@@ -493,7 +494,7 @@ impl Runtime {
         self.captures.end(&self.allocator, self.device_id(device)?, pool)
     }
 
-    /// Gives up one use of the pool, of those that each [`begin_pool`](Self::begin_pool) added: a graph was destroyed.
+    /// Ends one use of the pool, added by [`begin_pool`](Self::begin_pool): a graph was destroyed.
     pub fn release_pool(&self, device: i32, pool: TorchPoolId) -> Result<()> {
         self.captures.release(&self.allocator, self.device_id(device)?, pool)
     }
@@ -511,7 +512,7 @@ impl Runtime {
         let by_pool = std::mem::take(&mut stats.reserved_bytes_by_private_pools);
         for (pool, reserved) in by_pool {
             // Two of our pools have the same PyTorch id if the id was used again while the released pool still has
-            // blocks: their numbers are added.
+            // blocks. Their numbers are added up.
             let id = self.torch_id(device, pool);
             let sum = stats.reserved_bytes_by_private_pools.entry(id).or_default();
             let pairs = [(&mut sum.all, reserved.all), (&mut sum.small_pool, reserved.small_pool)];
@@ -525,7 +526,7 @@ impl Runtime {
         Ok(stats)
     }
 
-    /// What a device's pages are used for, with the paged allocator.
+    /// The statistics of a device's pages, with the paged allocator.
     pub fn page_stats(&self, device: i32) -> Result<PageStats> {
         self.allocator.page_stats(self.device_id(device)?)
     }

@@ -1,6 +1,6 @@
 //! The table from raw `cudaStream_t` handles to our stream ids. Every allocation looks up its stream, so each thread
-//! caches its last lookup, and behind that is a table under a read-write lock. The default stream of the first device,
-//! which most programs use alone, is kept apart: it takes not even the thread's cache.
+//! caches its last lookup; other lookups use a table under a read-write lock. The default stream of the first device,
+//! the only one in most programs, is stored separately and does not need the thread's cache.
 //!
 //! A handle is taken to name the same stream forever, as in PyTorch. If a stream is destroyed and the driver gives its
 //! handle to a new one, the new stream gets the same id, which has the same handle.
@@ -35,7 +35,7 @@ struct Lookup {
 }
 
 thread_local! {
-    /// Table 0 does not exist. Has no destructor, so it works until the very end of a thread.
+    /// Table 0 does not exist. Has no destructor, so it works until the thread has ended.
     static LAST: Cell<Lookup> =
         const { Cell::new(Lookup { table: 0, device: DeviceId(0), raw: RawHandle(0), stream: StreamId(0) }) };
 }
@@ -59,8 +59,8 @@ impl StreamTable {
         (last.table == self.table && last.device == device && last.raw == stream.raw()).then_some(last.stream)
     }
 
-    /// The same, for a caller to whom it is the rarer case. Not inlined: the address of the thread's value would be
-    /// looked up in the other case too.
+    /// The same, for a caller that rarely needs it. Not inlined: otherwise the address of the thread-local value would
+    /// be looked up in every call.
     #[inline(never)]
     pub(crate) fn last_of_thread(&self, device: DeviceId, stream: ForeignStream) -> Option<StreamId> {
         self.last(device, stream)

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 /// How many bytes a tag's name has at most.
 pub(crate) const NAME_BYTES_MAX: usize = 63;
 
-/// Made by the first call that needs it: most programs have no tags.
+/// Created by the first call that needs it, since most programs have no tags.
 #[derive(Debug, Default)]
 pub(crate) struct ProcessTags {
     tags: OnceLock<Tags>,
@@ -73,8 +73,8 @@ impl ProcessTags {
         newest.map(|open| open.tag.clone())
     }
 
-    /// Makes a pool for PyTorch. If the calling thread is in the scope of a tag and the pool has no source of its own,
-    /// its memory carries the tag: so does that of graphs that are captured in such a scope.
+    /// Makes a pool for PyTorch. If the calling thread is in the scope of a tag and the pool has no upstream of its
+    /// own, its memory carries the tag, as does the memory of graphs captured in such a scope.
     pub(crate) fn make_pool(
         &self,
         pools: &dyn PrivatePools,
@@ -148,7 +148,7 @@ impl ProcessTags {
         }
     }
 
-    /// Adds when tags fell asleep and woke.
+    /// Adds the times at which tags fell asleep and woke.
     pub(crate) fn add_to(&self, snapshot: &mut Snapshot) {
         if let Some(tags) = self.tags.get() {
             tags.add_to(snapshot);

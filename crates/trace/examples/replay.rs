@@ -1,5 +1,5 @@
-//! Replays recordings and prints the reports. With `--repeat`, each is replayed so many times and the fastest time is
-//! printed: what reading it takes does not count.
+//! Replays recordings and prints the reports. With `--repeat N`, each is replayed N times and the fastest time is
+//! printed, without the time to read the file.
 //!
 //! `cargo run --release -p warpool-trace --example replay -- FILE… [--settings STRING] [--repeat N]`
 

@@ -1,9 +1,9 @@
 //! How much memory reading and replaying a recording may take. The content of a file decides what is allocated, so
 //! everything that grows with it is counted here before it grows; beyond the limit there is an error, never an abort.
 //!
-//! Whoever works within a budget also learns from it that the work is to stop.
+//! A budget also carries the flag that stops the work.
 //!
-//! Counted are estimates, chosen not to be exceeded: `tests/memory` compares them with a counting allocator.
+//! The counts are estimates that are meant to be upper bounds: `tests/memory` compares them with a counting allocator.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,7 +14,7 @@ use crate::Stop;
 const BASE: u64 = 256 << 20;
 /// Bytes that are allowed for each byte of the recording. Real ones take 3 to 6 to read and as many to replay.
 const PER_BYTE: u64 = 32;
-/// The most that is allowed without being asked for.
+/// The upper bound of the default limit.
 const MAX: u64 = 4 << 30;
 
 /// The memory limit where none is given: 256 MiB and 32 bytes for each of the recording's bytes that are read, after
@@ -45,8 +45,8 @@ struct Account {
 }
 
 impl Budget {
-    /// A budget of so many bytes; `None` is the default, for as much as [`set_bytes_needed`](Self::set_bytes_needed)
-    /// says.
+    /// A budget of `limit` bytes. `None` is the default limit, which grows with
+    /// [`set_bytes_needed`](Self::set_bytes_needed).
     pub(crate) fn new(limit: Option<u64>) -> Self {
         let (limit, grows) = (limit.unwrap_or(BASE), limit.is_none());
         let (taken, exceeded) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -54,7 +54,7 @@ impl Budget {
         Self { account, stop: Stop::default() }
     }
 
-    /// The same, for work that this can stop.
+    /// The same budget, for work that `stop` can end.
     pub(crate) fn with_stop(self, stop: &Stop) -> Self {
         Self { stop: stop.clone(), ..self }
     }
@@ -64,7 +64,7 @@ impl Budget {
         self.stop.is_stopped()
     }
 
-    /// So many bytes of the recording were read and not skipped.
+    /// Sets how many bytes of the recording were read and not skipped.
     pub(crate) fn set_bytes_needed(&self, bytes: u64) {
         if self.account.grows {
             self.account.limit.store(default_memory_limit(bytes), Ordering::Relaxed);
@@ -75,23 +75,23 @@ impl Budget {
         self.account.limit.load(Ordering::Relaxed)
     }
 
-    /// What is left of it.
+    /// The bytes that are left.
     pub(crate) fn left(&self) -> u64 {
         self.limit().saturating_sub(self.account.taken.load(Ordering::Relaxed))
     }
 
-    /// Whether more was asked for than there is. It stays so.
+    /// Whether a request was refused at any time.
     pub(crate) fn is_exceeded(&self) -> bool {
         self.account.exceeded.load(Ordering::Relaxed)
     }
 
-    /// Fails if more was asked for than there is.
+    /// Fails if a request was refused at any time.
     #[inline]
     pub(crate) fn check(&self) -> Result<(), Exceeded> {
         if self.is_exceeded() { Err(Exceeded) } else { Ok(()) }
     }
 
-    /// Takes so many bytes.
+    /// Takes `bytes` bytes.
     pub(crate) fn take(&self, bytes: u64) -> Result<(), Exceeded> {
         let limit = self.limit();
         let with = |taken: u64| taken.checked_add(bytes).filter(|&taken| taken <= limit);
@@ -135,12 +135,12 @@ impl Budget {
     }
 }
 
-/// The bytes of so many elements.
+/// The bytes of `count` elements.
 pub(crate) fn bytes_of<T>(count: usize) -> u64 {
     (count as u64).saturating_mul(size_of::<T>() as u64)
 }
 
-/// A part of a budget, given back when it is dropped. What copies it is charged again.
+/// A part of a budget, given back when it is dropped. A clone is charged again.
 #[derive(Debug)]
 pub(crate) struct Charge {
     budget: Budget,
@@ -172,8 +172,8 @@ impl Charge {
         Ok(())
     }
 
-    /// Takes as much as is missing to `bytes`. For what grows in small steps: it is taken a little ahead, and a failure
-    /// shows in [`Budget::check`].
+    /// Raises the charge to `bytes`. For data that grows in small steps: bytes are taken in larger steps ahead, and a
+    /// failure shows in [`Budget::check`].
     #[inline]
     pub(crate) fn raise_to(&mut self, bytes: u64) {
         if bytes > self.bytes {
@@ -184,7 +184,7 @@ impl Charge {
     #[cold]
     fn raise(&mut self, bytes: u64) {
         const STEP: u64 = 64 << 10;
-        // If even that is refused, the failure stays.
+        // If that is refused, the budget keeps the failure.
         let _ = self.add((bytes - self.bytes).next_multiple_of(STEP));
     }
 }

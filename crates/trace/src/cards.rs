@@ -1,8 +1,8 @@
 //! How much memory common cards have, and which card a recording was made on.
 //!
-//! A recording does not contain the size of the device. What it has is the free memory at an out-of-memory event: with
-//! what was reserved then, that is what the device had for the program, and the card has a context more. This names a
-//! card only where that fits; where others use part of the card, or the table lacks it, the card stays unknown.
+//! A recording does not contain the size of the device. It contains the free memory at an out-of-memory event. Free
+//! plus reserved memory is what the device had for the program, and the card has that plus a context. A card is named
+//! only if that matches; if others use part of the card, or the table lacks it, the card stays unknown.
 
 use std::fmt;
 
@@ -17,9 +17,9 @@ pub struct Card {
     pub key: &'static str,
     /// Its name for people.
     pub name: &'static str,
-    /// What it is sold with, in GB.
+    /// Its advertised memory, in GB.
     pub gigabytes: u32,
-    /// What CUDA reports, in MiB: the least of all drivers, of current ones under Linux, and the most.
+    /// The total that CUDA reports, in MiB: the least of all drivers, that of current ones under Linux, and the most.
     mib: [u64; 3],
 }
 
@@ -100,7 +100,7 @@ impl Card {
         }
     }
 
-    /// What this card reports, if it has that much for one program and a context beside it.
+    /// The total that this card reports, if it has that much for one program and a context.
     fn total_with(&self, bytes_usable: u64) -> Option<u64> {
         let [least, usual, most] = self.mib.map(|mib| mib * MIB);
         let least = least.max(bytes_usable.saturating_add(CONTEXT_LEAST));
@@ -109,7 +109,7 @@ impl Card {
     }
 }
 
-/// Of a name what counts: `RTX 4090` is `rtx4090`.
+/// The part of a name that is compared: `RTX 4090` is `rtx4090`.
 fn letters(name: &str) -> String {
     name.chars().filter(char::is_ascii_alphanumeric).map(|letter| letter.to_ascii_lowercase()).collect()
 }
@@ -139,9 +139,9 @@ impl std::error::Error for UnknownCard {}
 /// The memory of a device, as far as known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// What CUDA reports; `None` if it is not known.
+    /// The total that CUDA reports; `None` if it is not known.
     pub bytes_total: Option<u64>,
-    /// It has at least this: what was used of it, and what was free beside.
+    /// It has at least this: the memory that was used plus the memory that was free.
     pub bytes_at_least: u64,
     /// Where the total comes from.
     pub origin: DeviceOrigin,
@@ -170,7 +170,7 @@ impl DeviceMemory {
         let bytes_at_least = bytes_usable.unwrap_or(0).max(bytes_reserved);
         let unknown = Self { bytes_at_least, ..Self::default() };
         let Some(usable) = bytes_usable else { return unknown };
-        // With less free than at another time, others use part of it, and its size does not follow.
+        // At least what was reserved at another time: others may have used part of the device at the failure.
         let usable = usable.max(bytes_reserved);
         let fitting = Card::ALL.iter().filter_map(|card| Some((card, card.total_with(usable)?)));
         let fitting: Vec<(&Card, u64)> = fitting.collect();
@@ -189,14 +189,14 @@ impl DeviceMemory {
     }
 }
 
-/// What a context takes at least. A T4 reported 14.75 GiB in all, of which 14.57 GiB were reserved and 73 MiB free.
+/// The least memory of a context. A T4 reported 14.75 GiB in all, of which 14.57 GiB were reserved and 73 MiB free.
 const CONTEXT_LEAST: u64 = 80 * MIB;
 
-/// What a context takes at most, with the modules and libraries of one process. On an H200 it is 0.5 GiB at first, and
+/// The most memory of a context, with the modules and libraries of one process. On an H200 it is 0.5 GiB at first, and
 /// NCCL and eager loading of modules bring it above 1 GiB.
 const CONTEXT_MOST: u64 = 3 * GIB / 2;
 
-/// Cards that may be the one differ in their totals by less than this part, or the total is not known.
+/// If the matching cards differ in their totals by more than one part in this many, the total is not known.
 const TOTALS_DIFFER_BY: u64 = 50;
 
 /// The name of one card, or the size of several with some of their names.
@@ -217,7 +217,7 @@ fn in_words(gigabytes: u32, names: &[&str]) -> String {
 pub enum DeviceOrigin {
     /// The user named it.
     Argument,
-    /// What the recording says at an out-of-memory event fits one size of cards.
+    /// The numbers of an out-of-memory event match one size of cards.
     Inferred,
     /// It is not known.
     #[default]

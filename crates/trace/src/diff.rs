@@ -47,9 +47,9 @@ pub struct HolderChange {
     pub name: String,
     /// The innermost line of the program's own code; of the second recording, if it is in both.
     pub line: Option<String>,
-    /// Of the backward pass, the line of the forward pass, where that can be told.
+    /// In the backward pass, the line of the forward pass, where that can be determined.
     pub forward_line: Option<String>,
-    /// What kind of memory most of it is.
+    /// The category of most of its bytes.
     pub category: Category,
     /// The calls from that line to the allocation.
     pub path: Vec<String>,

@@ -126,7 +126,7 @@ fn late_start(n: u64) -> Snapshot {
         });
         segments.push(segment(base, 2 * MIB, 0, SegmentKind::Small, pieces.collect()));
     }
-    // The lowest piece is used first, so all are in turn.
+    // The lowest piece is used first, so all are used in turn.
     let free: Vec<u64> = segments
         .iter()
         .flat_map(|segment| &segment.blocks)

@@ -23,9 +23,9 @@
 //! # Rules
 //! - A file is data. A pickle can run programs when Python loads it; this reader implements no opcode that could, and
 //!   refuses all that snapshots do not use, by name and offset.
-//! - Reading is streaming: memory grows with the number of events, not with the size of the file. It is limited, to
-//!   [`ReadOptions::memory_limit`] or else to a multiple of what is read ([`default_memory_limit`]), and so is that of
-//!   a replay; beyond the limit there is an error.
+//! - Reading is streaming: memory grows with the number of events, not with the size of the file. Memory is limited to
+//!   [`ReadOptions::memory_limit`], or else to a multiple of the bytes read ([`default_memory_limit`]); the same holds
+//!   for a replay. Beyond the limit there is an error.
 //! - All or nothing: a file that is cut off, damaged or malicious is an error that says where, without a partial
 //!   result.
 //! - Unknown keys are ignored. Missing ones have the meaning of the version that leaves them out; [`RecordedFields`]

@@ -1,9 +1,9 @@
-//! A flag that ends a replay early, from another thread: someone who waits for an answer may change their mind.
+//! A flag that ends a replay early, from another thread.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Ends the replays that were given a clone of it: each returns [`ReplayError::Stopped`] within some thousand events.
+/// Stops the replays that have a clone of it: each returns [`ReplayError::Stopped`] within some thousand events.
 ///
 /// [`ReplayError::Stopped`]: crate::replay::ReplayError::Stopped
 #[derive(Clone, Debug, Default)]

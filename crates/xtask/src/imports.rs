@@ -10,7 +10,7 @@ use syn::visit::{self, Visit};
 
 use crate::tree::{ModulePath, Tree, flatten, is_for_tests};
 
-/// One module uses another: the two siblings, and where the first such import stands.
+/// One module uses another: the two siblings, and the position of the first such import.
 pub type Imports = BTreeMap<(ModulePath, ModulePath), String>;
 
 /// All imports between siblings, at every level of the tree.
@@ -33,7 +33,7 @@ pub fn between_siblings(tree: &Tree) -> Imports {
     imports
 }
 
-/// What a path leads to.
+/// The target of a path.
 enum Target {
     Module(ModulePath),
     /// An item that this module defines.
@@ -48,7 +48,7 @@ impl Target {
     }
 }
 
-/// Where what `path` names is defined; `None` if that is not in this crate.
+/// The module that defines the item named by `path`; `None` if it is not in this crate.
 fn resolve(tree: &Tree, from: &ModulePath, path: &[String], depth: usize) -> Option<Target> {
     // Re-exports that lead back to themselves.
     if depth > 16 {

@@ -14,7 +14,7 @@ use warpool_examples::{Gpu, Outcome};
 const VOCABULARY: usize = 64;
 const TOKENS: usize = 24;
 
-/// A model of one table: the logits of the next token are a row of it. A token is drawn by adding Gumbel noise.
+/// A model of one table: the logits of the next token are one of its rows. A token is drawn by adding Gumbel noise.
 static SOURCE: KernelSource = KernelSource {
     name: "decode example",
     cuda: r#"
@@ -75,7 +75,7 @@ struct Model {
     draw: Kernel<Draw>,
 }
 
-/// What a step reads and writes.
+/// The buffers that a step reads and writes.
 struct Buffers {
     text: DeviceVec<u32>,
     position: DeviceVec<u32>,

@@ -1,5 +1,5 @@
-//! `y += a * x`, and a sum: device memory, kernels with typed arguments, copies, slices, errors. There is not one id,
-//! address or byte count in it.
+//! `y += a * x`, and a sum: device memory, kernels with typed arguments, copies, slices, errors. It needs no ids,
+//! addresses or byte counts.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use warpool::typed::{Kernel, Slice, SliceMut, View};
 use warpool::{Device, DeviceVec, Result, Stream};
 use warpool_examples::{Gpu, Outcome};
 
-/// The kernels: CUDA C++ for a real GPU, and what the simulated one runs in their place. A slice is two arguments, its
+/// The kernels: CUDA C++ for a real GPU, and host implementations for the simulated one. A slice is two arguments, its
 /// address and its length.
 static SOURCE: KernelSource = KernelSource {
     name: "saxpy example",
@@ -86,7 +86,7 @@ fn main() -> Outcome {
     println!("the first half sums to {}", kernels.sum_of(y.slice(..500)?, &mut total, &stream)?);
     println!("the second half sums to {}", kernels.sum_of(y.slice(500..)?, &mut total, &stream)?);
 
-    // What is wrong is found before the GPU sees it.
+    // Errors are found before any work is queued.
     let error = stream.copy(&x, y.slice_mut(..500)?).expect_err("the lengths differ");
     println!("an error: {error}");
     drop((x, y, total));

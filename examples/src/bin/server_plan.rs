@@ -1,6 +1,7 @@
-//! The memory plan of an inference server: weights first, then one step at the largest batch to see what activations
-//! need at most, and all that is left for the cache of keys and values, in pages. Then requests of random lengths come
-//! and go; one begins when the cache has pages for all of it, so the server never runs out of memory.
+//! The memory plan of an inference server: weights first, then one step at the largest batch to measure the peak of
+//! activations, and all remaining memory for the cache of keys and values, in pages. Then requests of random lengths
+//! are served. A request begins when the cache has enough pages for its whole length, so the server never runs out of
+//! memory.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ const TOKEN: usize = 2 * LAYERS * HIDDEN;
 /// The share of the device that the server may use.
 const SHARE: f64 = 0.05;
 
-/// What the server holds for all of its life.
+/// The memory that the server holds the whole time.
 struct Plan {
     weights: Vec<DeviceVec<f32>>,
     free_pages: Vec<DeviceVec<f32>>,
@@ -41,8 +42,8 @@ impl Request {
     }
 }
 
-/// One forward pass over a batch, as far as its memory is concerned: of each buffer only one row is written, so that
-/// the simulated GPU need not hold gigabytes.
+/// The memory of one forward pass over a batch. Only one row of each buffer is written, so that the simulated GPU does
+/// not hold gigabytes.
 fn activations(allocator: &Arc<dyn DeviceAllocator>, batch: usize, stream: &Stream) -> Result<()> {
     let mut hidden = DeviceVec::<f32>::uninit(allocator, batch * HIDDEN, stream)?;
     stream.fill(hidden.slice_mut(..HIDDEN)?, 1.0)?;
@@ -62,10 +63,10 @@ fn plan(device: &Device, allocator: &Arc<dyn DeviceAllocator>, stream: &Stream) 
     let weights = (0..LAYERS).map(layer).collect::<Result<Vec<_>>>()?;
     let reserved = || Ok::<_, warpool::Error>(allocator.stats(device.id())?.reserved_bytes.all.current);
     let for_weights = reserved()?;
-    // What the largest step needs stays reserved for steps.
+    // The memory of the largest step stays reserved for steps.
     activations(allocator, BATCH_MAX, stream)?;
     let for_activations = reserved()? - for_weights;
-    // Everything else is cache. Activations that are free now keep their place.
+    // Everything else is cache. This block keeps the free memory of activations from being used for it.
     let held = DeviceVec::<u8>::uninit(allocator, for_activations as usize, stream)?;
     let mut free_pages = Vec::new();
     let full = loop {
@@ -101,7 +102,8 @@ fn main() -> Outcome {
     let (mut running, mut promised) = (Vec::<Request>::new(), 0);
     let (mut steps, mut tokens) = (0, 0);
     while !(waiting.is_empty() && running.is_empty()) {
-        // A request begins once there are pages for all of it, beside those that running ones will still take.
+        // A request begins once there are pages for its whole length, beside those that running requests will still
+        // take.
         while running.len() < BATCH_MAX
             && let Some(request) = next_that_fits(&mut waiting, free_pages.len() - promised)
         {
@@ -113,7 +115,7 @@ fn main() -> Outcome {
                 request.pages.push(free_pages.pop().expect("it was promised"));
                 promised -= 1;
             }
-            // The step writes the token's keys and values into its page; every now and then one of them stands for all.
+            // The step writes the token's keys and values into its page; here only every 100th step writes a part.
             let page = request.pages.last_mut().expect("it has one");
             let at = request.tokens % PAGE_TOKENS * TOKEN;
             if steps % 100 == 0 {

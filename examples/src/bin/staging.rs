@@ -1,5 +1,5 @@
 //! Two streams and pinned staging memory: while one chunk is computed, the next is copied to the device and the last
-//! one back. Nothing here waits by hand or records a use: each vector knows which streams used it.
+//! one back. The streams need no explicit waits or recorded uses: each vector tracks the streams that use it.
 
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ static SOURCE: KernelSource = KernelSource {
     })],
 };
 
-/// What one chunk needs while it is under way.
+/// The buffers of one chunk in progress.
 struct Slot {
     host: PinnedVec<u32>,
     input: DeviceVec<u32>,
@@ -63,7 +63,7 @@ fn main() -> Outcome {
     let mut waits = 0;
     for chunk in 0..CHUNKS + SLOTS {
         let slot = &mut slots[chunk % SLOTS];
-        // The result that this slot holds. The copy back may be under way; the vector says so.
+        // The result in this slot. The copy back may still run, and the vector waits for it.
         if let Some(finished) = chunk.checked_sub(SLOTS) {
             waits += usize::from(slot.host.try_slice().is_err());
             let results = slot.host.wait()?;

@@ -1,4 +1,4 @@
-// In place of libtorch_cpu, which has 400 MB, for tests that need nothing else of it: the table of pinned allocators.
+// Replaces libtorch_cpu, which has 400 MB, for tests that need only its table of pinned allocators.
 #include <ATen/core/CachingHostAllocator.h>
 
 #include <array>

@@ -1,6 +1,6 @@
 // Drives PyTorch's allocator classes, installed over Warpool, on the simulated GPU, through the pointers that PyTorch
-// itself would use. Linked against a real libtorch, or as `drive` does it; needs no GPU and no CUDA driver. Left to
-// tests with a GPU: peer access, copies, plain memory of other processes, and a pool with an allocator of its own.
+// itself would use. Linked against a real libtorch, or as `drive` does; needs no GPU and no CUDA driver. Tested only
+// with a GPU: peer access, copies, plain memory of other processes, and a pool with an allocator of its own.
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -278,7 +278,7 @@ void pinned() {
     block = {};
     EXPECT(host.allocate(1000).get() != nullptr);
 
-    // A capture: freed unused, memory serves the next request; used, it stays with the graph.
+    // In a capture, memory freed without a use serves the next request; memory that was used stays with the graph.
     const MempoolId_t graph{3, 0};
     host.begin_allocate_to_pool(graph, [](c10::Stream) { return true; });
     EXPECT(!thrown([&] { host.begin_allocate_to_pool(graph, [](c10::Stream) { return true; }); }).empty());

@@ -16,7 +16,7 @@ ALLOCATORS = ("native", "expandable", "backend:native", PAGED)
 # PyTorch's expandable segments reserve more addresses than the device has memory for every stream, and never give them
 # back: with some hundred short-lived streams the driver has none left.
 FAILS = {"short_lived": ("expandable",)}
-# The paged allocator: reserved of allocated memory at the peaks, and a step's time of that with PyTorch's allocator.
+# Limits for the paged allocator: reserved over allocated memory at the peaks, and step time over that of PyTorch's.
 RESERVED_RATIO_MAX = 1.02
 STEP_RATIO_MAX = 1.01
 

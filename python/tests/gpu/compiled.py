@@ -15,7 +15,7 @@ from child import check, data, note
 import model as models
 
 STEPS, LENGTH, GENERATED = 12, 32, 24
-# Both models know at least so many tokens.
+# Both models have at least this many tokens.
 TOKENS = 512
 
 

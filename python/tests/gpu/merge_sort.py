@@ -81,7 +81,7 @@ def multiply(
     try:
         with torch.cuda.stream(stream):
             for product in range(PRODUCTS):
-                # All at once, so that they are all that is in the cache; they are free again at once.
+                # All at once, so that the cache contains exactly these; they are freed again at once.
                 [torch.ones(size // 4, device="cuda") for size in sizes]
                 results[thread] = weight.mm(results[thread])
                 results[thread].div_(float(SIZE))
@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--round", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.round:
-        # What is left of a broken device may hang at exit.
+        # A broken device may hang at exit.
         status = run_round(options.allocator, options.overwrite)
         os._exit(status)
     ended: "Counter[int]" = Counter()

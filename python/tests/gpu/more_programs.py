@@ -34,7 +34,7 @@ GIB = 1 << 30
 BEFORE = set(base.PROGRAMS)
 
 
-# What is common to the programs: how tensors are written down.
+# Shared by the programs: how tensors are recorded.
 
 
 def tensors(tree: Any) -> List[Tensor]:

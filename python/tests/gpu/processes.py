@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 HERE = Path(__file__).resolve().parent
-# PyTorch's own allocator, without and with expandable segments: their checks say something about the checks.
+# PyTorch's own allocator, without and with expandable segments: they are the control of the checks.
 CONTROLS = ("native", "expandable")
 
 

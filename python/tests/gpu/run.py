@@ -103,7 +103,7 @@ def snapshot(report: Report, binary: Optional[str]) -> None:
             except (ValueError, LookupError):
                 exact, detail = False, (ended.stderr or ended.stdout).strip()[-300:]
             if allocator == PAGED:
-                # Where its pages go may depend on how far the GPU has come.
+                # The placement of its pages may depend on the progress of the GPU.
                 report.note(allocator, title, "warpool replay: exact" if exact else "warpool replay: not exact", detail)
             else:
                 report.check(allocator, title, "warpool replay: exact", exact, detail)

@@ -32,7 +32,7 @@ from typing import Any, Dict, Iterator, List, Optional
 
 HERE = Path(__file__).resolve().parent
 
-# With pages: what asserts PyTorch's placement (python/README.md says what each asserts).
+# Tests that fail with pages because they assert PyTorch's placement (python/README.md says what each asserts).
 EXPECTED = {
     "backend:paged": {
         "TestBlockStateAbsorption.test_allocate_in_thread_to_pool",
@@ -82,7 +82,7 @@ def run_tests(options: argparse.Namespace) -> None:
             if any(text in why for text in BROKEN):
                 os._exit(3)
         _write(log, number=len(tests), state="end")
-    # What tests left behind may hang or crash at exit.
+    # Leftovers of tests may hang or crash at exit.
     os._exit(0)
 
 

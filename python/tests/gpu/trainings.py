@@ -132,7 +132,7 @@ class Streams:
 
     BATCH = 40
     PIXELS = (128, 384)
-    # So many steps the host is ahead of the GPU at most, as programs are that print their loss a step later.
+    # The host is at most this many steps ahead of the GPU, as in programs that print their loss a step later.
     AHEAD = 2
 
     def __init__(self, steps: int) -> None:
@@ -190,7 +190,7 @@ class Streams:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             found = self.student(patches)
             logits = self.head(found.mean(dim=1))
-            # Also behind the teacher's moving average of the step before, which read the student's parameters.
+            # Also after the teacher's moving average of the step before, which read the student's parameters.
             self.main.wait_stream(self.beside)
             expected.record_stream(self.main)
             loss = nn.functional.cross_entropy(logits, labels) + nn.functional.mse_loss(found.float(), expected.float())
@@ -241,7 +241,7 @@ def _run(allocator: str, training: Callable[[int], Any], steps: int) -> None:
     steps = int(os.environ.get("WARPOOL_TEST_STEPS") or steps)
     models.reproducible()
     torch.cuda.init()
-    # The context is not the allocator's.
+    # The context's memory is not the allocator's.
     torch.cuda.synchronize()
     memory = DeviceMemory()
     trained = training(steps)

@@ -1,4 +1,4 @@
-// Plain data of the C interface as PyTorch's, and back.
+// Converts plain data of the C interface to PyTorch's types, and back.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -55,7 +55,7 @@ R without_exception(R failed, F&& act) noexcept {
     }
 }
 
-// The same for a callback whose failure makes the call under way fail: that throws the exception then.
+// The same for a callback whose failure makes the current call fail, which then throws the exception.
 template <typename R, typename F>
 R guarded(R failed, F&& act) noexcept {
     try {

@@ -1,5 +1,5 @@
 // The calling thread's current device and stream, without the calls of the CUDA runtime that PyTorch's functions make:
-// a stream's handle takes it three (its device is made current meanwhile).
+// getting a stream's handle takes three calls there (its device is made current meanwhile).
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -15,7 +15,7 @@ struct Current {
     cudaStream_t stream;
 };
 
-// Tells how many devices there are. With one, that is the current one.
+// Sets the number of devices. If there is one, it is the current one.
 void set_device_count(int count);
 
 // Whether there is one device. False as long as it is not known.
@@ -29,8 +29,8 @@ inline c10::DeviceIndex current_device() {
     return device;
 }
 
-// A stream's handle. PyTorch's id of a stream has the same one as long as the process lives: streams of its pools are
-// never destroyed, and the id of any other is the handle. The default stream's are 0 and NULL on every device.
+// A stream's handle. PyTorch's id of a stream has the same handle as long as the process lives: streams of its pools
+// are never destroyed, and the id of any other is the handle. The default stream's are 0 and NULL on every device.
 inline cudaStream_t handle_of(c10::cuda::CUDAStream stream) {
     if (C10_LIKELY(stream.id() == 0)) {
         return nullptr;

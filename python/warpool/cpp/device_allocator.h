@@ -1,5 +1,5 @@
 // PyTorch's allocator of CUDA memory over Warpool's C interface. Every function converts its arguments and makes one
-// call: what to do is decided there.
+// call; decisions are made there.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -8,7 +8,7 @@
 
 namespace warpool_torch {
 
-// Where the segments of a pool come from, as PyTorch passes it. Of an earlier version the pool does not own it.
+// The upstream of a pool, as PyTorch passes it. In earlier versions the pool does not own it.
 #if WARPOOL_TORCH_AT_LEAST(2, 11)
 using PoolSource = std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator>;
 #else
@@ -126,7 +126,7 @@ public:
         bool p2p_enabled) override;
 };
 
-// The one of this process; never deleted.
+// The instance of this process; never deleted.
 DeviceAllocator& device_allocator();
 
 }  // namespace warpool_torch

@@ -12,8 +12,8 @@ namespace warpool_torch {
 
 namespace {
 
-// What is left of an exception. Not a std::exception_ptr: newer compilers' needs a libstdc++ that systems on which
-// PyTorch runs may not have.
+// The kept part of an exception. Not a std::exception_ptr: with newer compilers it needs a newer libstdc++ than some
+// systems have on which PyTorch runs.
 struct Kept {
     std::string text;
     bool out_of_memory;

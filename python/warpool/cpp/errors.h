@@ -15,14 +15,14 @@ inline void check(int status) {
     }
 }
 
-// Keeps what the exception that is being handled says, until the call of the C interface that is under way on this
-// thread returns.
+// Keeps the text of the exception that is being handled until the current call of the C interface on this thread
+// returns.
 void keep_exception() noexcept;
 
 // Forgets what callbacks of earlier calls kept.
 void forget_kept() noexcept;
 
-// Throws what a callback kept, if any did.
+// Throws the exception that a callback kept, if any.
 void throw_kept();
 
 // Makes a call with callbacks that fill a container, and throws if it fails or if one of them kept an exception: the

@@ -106,7 +106,7 @@ void track(void* user, int device, const warpool_entry* entry) {
     if (!has_action(entry->action)) {
         return;
     }
-    // Nothing can be reported from here, and the entry is made.
+    // Errors cannot be reported from here, and the entry is already made.
     try {
         (*static_cast<caching::AllocatorTraceTracker*>(user))(trace_entry(device, *entry));
     } catch (...) {

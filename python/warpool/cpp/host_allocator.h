@@ -34,7 +34,7 @@ public:
 #endif
 };
 
-// The one of this process; never deleted.
+// The instance of this process; never deleted.
 HostAllocator& host_allocator();
 
 }  // namespace warpool_torch

@@ -1,4 +1,4 @@
-// Makes Warpool the allocator of PyTorch's CUDA and pinned memory. Called once, before CUDA begins.
+// Makes Warpool the allocator of PyTorch's CUDA and pinned memory. Called once, before CUDA is initialized.
 #include <c10/core/AllocatorConfig.h>
 #include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -15,7 +15,7 @@ namespace {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
 
-// Above what PyTorch itself registers with.
+// Higher than the priority that PyTorch itself registers with.
 constexpr uint8_t priority = 100;
 
 std::string error_text;
@@ -54,7 +54,7 @@ void follow_settings() {
         apply_settings(settings);
     };
 #else
-    // The hook that is replaced here cannot be read, but it is this call.
+    // The hook that is replaced here cannot be read, but it makes this call.
     const auto hook = [](const std::string& settings) {
         caching::CUDAAllocatorConfig::instance().parseArgs(settings);
         apply_settings(settings);

@@ -28,13 +28,13 @@ c10::Device cuda_device(int index) {
     return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
-// Whether the calling thread has a profiler, which may want to know of memory. One call less than
-// c10::memoryProfilingEnabled makes.
+// Whether the calling thread has a profiler, which may record memory. Makes one call less than
+// c10::memoryProfilingEnabled.
 bool has_profiler() {
     return c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) != nullptr;
 }
 
-// Tells PyTorch's profiler that `bytes` were allocated, or freed if it is negative.
+// Reports to PyTorch's profiler that `bytes` were allocated, or freed if it is negative.
 C10_NOINLINE void report_to_profiler(void* ptr, int64_t bytes, int device) {
     warpool_device_stats_values stats{};
     if (warpool_device_stats(device, &stats, nullptr, nullptr) == 0) {
@@ -67,7 +67,7 @@ C10_NOINLINE void report_out_of_memory(size_t bytes, int device) {
 
 [[noreturn]] C10_NOINLINE void allocation_failed(size_t bytes, int device) {
     if (warpool_last_error_is_out_of_memory() && c10::memoryProfilingEnabled()) {
-        // Statistics that fail would replace the error.
+        // A failure of the statistics would replace the error.
         try {
             throw_last_error();
         } catch (...) {
@@ -238,7 +238,7 @@ void* DeviceAllocator::getBaseAllocation(void* ptr, size_t* size) {
 }
 
 void DeviceAllocator::recordStream(const c10::DataPtr& ptr, CUDAStream stream) {
-    // Memory that another process or another allocator gave is not ours to order.
+    // Memory of another process or another allocator is not ordered here.
     if (ptr.get() == nullptr || ptr.get_deleter() != &free_block) {
         return;
     }

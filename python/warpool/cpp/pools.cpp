@@ -45,7 +45,7 @@ struct PoolState : caching::AllocatorState {
     warpool_checkpoint_state* checkpoint;
 };
 
-// What a restore did, and the device of it.
+// The blocks that a restore freed and allocated, and their device.
 struct Delta {
     caching::CheckpointDelta delta;
     c10::Device device;

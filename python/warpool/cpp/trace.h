@@ -13,7 +13,7 @@ using Context = std::shared_ptr<c10::GatheredContext>;
 using TraceEntry = c10::cuda::CUDACachingAllocator::TraceEntry;
 using CreateContext = c10::cuda::CUDACachingAllocator::CreateContextFn;
 
-// Called where a history needs a stack, without locks held. Nothing can be reported from here.
+// Called where a history needs a stack, without locks held. Errors cannot be reported from here.
 inline void* collect_context(const std::atomic<CreateContext>& recorder) noexcept {
     return without_exception<void*>(nullptr, [&]() -> void* {
         const auto create = recorder.load(std::memory_order_acquire);

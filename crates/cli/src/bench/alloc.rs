@@ -33,7 +33,7 @@ const PAGED_PAIR_MAX: f64 = 2.0;
 /// Rounds per case; the fastest counts.
 const ROUNDS: u64 = 25;
 
-/// A case of one thread is measured for so long after that, on all cores, unless the number of operations is given.
+/// A case of one thread is then measured on all cores for this long, unless the number of operations is given.
 const CASE_DURATION: Duration = Duration::from_millis(500);
 
 /// Without it the first case was often the slowest, whichever it was.
@@ -65,7 +65,7 @@ pub fn run(args: &Args, report: &mut Report<'_>) -> Result<Verdict> {
     Ok(Verdict::Success)
 }
 
-/// What the cases work with.
+/// The setup of the cases.
 struct BenchContext {
     instance: Instance,
     device: DeviceId,
@@ -136,7 +136,7 @@ impl BenchContext {
         let of_four = self.pairs_on_threads(&allocator, 64 * KIB)?;
         report.add(Row::new(format!("{kind}pair of 64 KiB, 4 threads on own streams"), of_four))?;
         self.empty_cache(&allocator)?;
-        // Threads that have ended leave traces in an allocator: its locks learn who uses them.
+        // Ended threads affect an allocator: its locks adapt to the threads that use them.
         let allocator = make()?;
         self.slowest_of_many(kind, std::slice::from_ref(&allocator), report)?;
         self.empty_cache(&allocator)?;
@@ -200,7 +200,7 @@ impl BenchContext {
             program.run(&**allocator, self.device, &streams[1..], streams[0])?;
             let elapsed = start.elapsed();
             program.free_rest(&**allocator, self.device)?;
-            // The driver's pools give memory back, and uses on other streams end.
+            // So that the driver's pools release memory, and uses on other streams end.
             device.synchronize()?;
             Ok(ns_each(elapsed, program.events()))
         };
@@ -239,7 +239,6 @@ impl BenchContext {
         Ok(here.min(fastest_of_cores(self.duration, mutex, round)?))
     }
 
-    /// Operations of a round.
     fn round_ops(&self) -> u64 {
         (self.ops / ROUNDS).max(1)
     }
@@ -287,7 +286,7 @@ impl BenchContext {
     }
 
     /// Pairs of threads with a stream of their own each, next to one thread. They share an allocator, or have one each:
-    /// how much slower those are is what the machine makes of threads that share nothing.
+    /// the slowdown of the latter is the machine's own, for threads that share nothing.
     fn slowest_of_many(&self, kind: &str, allocators: &[SharedAllocator], report: &mut Report<'_>) -> Result<()> {
         let (device, threads) = (self.stream.device(), threads());
         let streams = (0..threads).map(|_| device.lease_stream()).collect::<warpool::Result<Vec<_>>>()?;
@@ -299,9 +298,10 @@ impl BenchContext {
         report.add(Row { baseline: SLOWEST_ALONE, ..Row::new(case, measurement) })
     }
 
-    /// What the machine itself makes of so many threads that share nothing: two on one core are slower than one.
+    /// The machine's own slowdown for this number of threads that share nothing: two threads on one core are slower
+    /// than one.
     fn slowest_mutex_of_many(&self, report: &mut Report<'_>) -> Result<()> {
-        /// Two lines of the cache: processors fetch them in pairs.
+        /// Two cache lines: processors fetch them in pairs.
         #[repr(align(128))]
         struct Own(Mutex<u64>);
         let threads = threads();
@@ -316,9 +316,9 @@ impl BenchContext {
         report.add(Row { baseline: SLOWEST_ALONE, ..Row::new(case, measurement) })
     }
 
-    /// The slowest of so many threads, next to the slowest of them alone, each in its turn: not all cores of a machine
-    /// are equally fast at the same time, least of all virtual ones. They stay the same in all rounds, as those of a
-    /// program do. `operation` gets the number of the thread.
+    /// The slowest of several threads at once, next to the slowest of the same threads run one at a time: the cores of
+    /// a machine are not equally fast at the same time, especially virtual ones. The threads are the same in all
+    /// rounds, as in a program. `operation` gets the number of the thread.
     fn slowest_of(
         &self,
         threads: usize,
@@ -327,7 +327,7 @@ impl BenchContext {
         let ops = self.round_ops();
         let barrier = &Barrier::new(threads);
         let run = move |thread: usize| {
-            // A thread that has failed still meets the others at the barriers.
+            // A failed thread still waits for the others at the barriers.
             let mut failed = operation(thread).err();
             let mut time = |takes_part: bool| {
                 barrier.wait();
@@ -410,7 +410,7 @@ impl BenchContext {
 /// The baseline of rows of many threads.
 const SLOWEST_ALONE: &str = "one thread, the slowest of them alone";
 
-/// As many threads as the machine runs at once, 16 at most.
+/// The number of threads that the machine runs at once, at most 16.
 fn threads() -> usize {
     const THREADS_MAX: usize = 16;
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(THREADS_MAX)

@@ -1,7 +1,7 @@
-//! Running a thread on one core after another: where others use the machine too, cores differ in speed, and a thread
-//! that is not moved stays on the one that it happened to start on.
+//! Runs a thread on one core after another. On a shared machine, cores differ in speed, and a thread usually stays on
+//! the core that it started on.
 
-/// The cores that this thread may run on. Dropped, it may run on all of them again.
+/// The cores that this thread may run on. When dropped, the thread may run on all of them again.
 pub use system::Cores;
 
 #[cfg(target_os = "linux")]
@@ -14,9 +14,9 @@ mod system {
     }
 
     impl Cores {
-        /// Of the calling thread.
+        /// The cores of the calling thread.
         pub fn allowed() -> Self {
-            // Where the system does not tell, there is none to choose.
+            // If the system does not report them, there is none to choose.
             let allowed = sched_getaffinity(None).unwrap_or_else(|_| CpuSet::new());
             let numbers = (0..CpuSet::MAX_CPU).filter(|&number| allowed.is_set(number)).collect();
             Self { allowed, numbers }
@@ -26,8 +26,8 @@ mod system {
             self.numbers.len()
         }
 
-        /// Moves the calling thread to one of them. Where the system refuses, the thread stays: it measures all the
-        /// same.
+        /// Moves the calling thread to one of them. If the system refuses, the thread stays where it is and measures
+        /// there.
         pub fn run_on(&self, index: usize) {
             if let Some(&number) = self.numbers.get(index) {
                 let mut one = CpuSet::new();

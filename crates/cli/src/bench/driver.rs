@@ -62,7 +62,7 @@ fn map_cycle(context: &BenchContext<'_>) -> DriverResult<()> {
     context.driver.vm_unmap(mapping.range, mapping.bytes)
 }
 
-/// What the cases work with.
+/// The setup of the cases.
 struct BenchContext<'a> {
     driver: &'a dyn Driver,
     device: DeviceId,

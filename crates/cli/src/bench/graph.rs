@@ -113,7 +113,7 @@ fn measure(launcher: &Launcher, device: &Device, ops: u64, report: &mut Report<'
     Ok(worst)
 }
 
-/// What the cases work with.
+/// The setup of the cases.
 struct BenchContext<'a> {
     launcher: &'a Launcher,
     device: &'a Device,

@@ -60,7 +60,7 @@ fn blas_settings() -> BlasSettings {
     settings
 }
 
-/// What the cases work with.
+/// The setup of the cases.
 struct BenchContext {
     device: Device,
     stream: Stream,

@@ -30,13 +30,13 @@ use measure::{MUTEX_BASELINE, Measurement};
 /// Measures costs, next to a baseline from the same run
 ///
 /// The baseline is locking and unlocking an uncontended mutex. `bench graph` compares with the driver's own graph
-/// launch instead, `bench typed` with the raw calls that typed ones replace, and `bench scale` with the same operation
-/// beside a tenth as many streams, blocks or pools (a ratio of at most 1.5), with a tenth of the work, by page or event
-/// (2.5), or on one thread instead of sixteen (6); a larger ratio is exit status 1. `bench alloc` without `--ops`
-/// measures one thread on one core after another, since cores differ where others use the machine too. `bench typed`
-/// also compares the raw calls with themselves: how far those ratios are from 1 is the noise of the run. `bench host`
-/// measures allocate-free pairs on one thread and on all threads: every thread times itself, the slowest one counts,
-/// and the baseline is measured by the same threads, each with its own mutex; the fastest of 25 rounds of each is
+/// launch instead, and `bench typed` with the raw calls that typed ones replace. `bench scale` compares with the same
+/// operation beside a tenth as many streams, blocks or pools (a ratio of at most 1.5), with a tenth of the work, per
+/// page or event (2.5), or on one thread instead of sixteen (6); a larger ratio is exit status 1. `bench alloc` without
+/// `--ops` measures one thread on one core after another, since the cores of a shared machine differ. `bench typed`
+/// also compares the raw calls with themselves: the distance of those ratios from 1 is the noise of the run. `bench
+/// host` measures allocate-free pairs on one thread and on all threads. Every thread times itself, and the slowest one
+/// counts. The baseline is measured by the same threads, each with its own mutex. The fastest of 25 rounds of each is
 /// reported. Each thread also has one block of every size cached. First pinnings are compared with the driver's own
 /// allocation, by the fastest of 9 rounds of each. `bench sleep` compares with plain copies of the same bytes between
 /// the device and pinned memory, by the fastest of 5 rounds of each.
@@ -164,7 +164,7 @@ fn list() -> String {
 struct Row {
     case: Cow<'static, str>,
     measurement: Measurement,
-    /// What `measurement.baseline_ns` is of.
+    /// The name of the baseline.
     baseline: &'static str,
     /// Additional keys of the JSON object.
     fields: Vec<(&'static str, Value)>,

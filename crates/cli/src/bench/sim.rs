@@ -134,7 +134,7 @@ fn memory_growth(context: &BenchContext<'_>, ops: u64, baseline_ns: f64, report:
     Ok(verdict)
 }
 
-/// What the cases work with; dropped together with the simulated GPU.
+/// The setup of the cases; dropped together with the simulated GPU.
 struct BenchContext<'a> {
     sim: &'a SimDriver,
     device: DeviceId,

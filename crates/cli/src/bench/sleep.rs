@@ -1,8 +1,8 @@
 //! `warpool bench sleep`: how fast memory falls asleep and wakes, next to plain copies between the same amounts of
 //! device memory and pinned host memory in the same run, and how much memory the driver reports free meanwhile.
 //!
-//! The plain copies use one piece of plain device memory and of pinned memory, in copies of 1 GiB on one stream: what
-//! the bus gives.
+//! The plain copies use one piece of plain device memory and of pinned memory, in copies of 1 GiB on one stream: the
+//! bandwidth of the bus.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -91,7 +91,7 @@ impl Bench<'_> {
         let tags = Tags::new(&allocator, &host)?;
         let mut blocks: Vec<DeviceBlock> = Vec::new();
         {
-            // As a model's weights: pieces of 64 MiB, every eighth byte range a larger one of 512.
+            // Like a model's weights: in each GiB, one block of 512 MiB and eight of 64 MiB.
             let _scope = tags.tag(self.device, "weights")?.enter()?;
             let mut left = self.bytes;
             while left > 0 {
@@ -114,7 +114,7 @@ impl Bench<'_> {
             asleep = self.free()?;
             wakes = wakes.min(self.time(|| Ok(tags.wake(&["weights"])?))?);
         }
-        // As after a start: nothing is pinned.
+        // As after the start of a program: nothing is pinned.
         host.trim(0)?;
         let prepares = self.time(|| Ok(tags.prepare(&["weights"])?))?;
         let prepared = self.time(|| Ok(tags.sleep(&["weights"], Keep::Host)?))?;

@@ -1,8 +1,9 @@
 //! `warpool bench typed`: host time of typed memory and typed launches, next to the raw calls that they replace.
 //!
 //! Three sides take turns in short groups, in every order: typed calls, raw calls, and the same raw calls once more on
-//! memory of their own. The last is the control: how far two measurements of the same are apart in this run. The median
-//! of the groups of each is reported. Only host time is measured; the stream is synchronized in between, untimed.
+//! memory of their own. The last is the control: it shows how far two measurements of the same calls differ in this
+//! run. The median of the groups of each is reported. Only host time is measured; the stream is synchronized in
+//! between, untimed.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ use crate::output::{Result, Verdict};
 
 /// Operations of a group: fewer than a stream's queue holds, and many more than the clock's resolution needs.
 const GROUP: u64 = 100;
-/// Elements of the vectors. Small, so that the device is not what is measured.
+/// Elements of the vectors. Small, so that the device's time does not dominate.
 const LEN: usize = 1024;
 
 const BASELINE: &str = "the raw calls";
@@ -91,7 +92,7 @@ impl BenchContext<'_> {
         DeviceVec::zeroed(self.allocator, LEN, self.stream)
     }
 
-    /// What a vector is without types: allocated for the same stream, so that work in it needs no record.
+    /// The untyped equivalent of a vector: allocated for the same stream, so that its uses need not be recorded.
     fn block(&self) -> warpool::Result<DeviceBlock> {
         let block = self.allocator.allocate((LEN * 4) as u64, self.stream)?;
         self.driver().fill(block.ptr(), Pattern::U32(0), LEN as u64, self.stream.id())?;

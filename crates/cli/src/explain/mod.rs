@@ -18,19 +18,19 @@ use crate::inputs::{self, in_parallel, replay_error, show_progress, threads_each
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
 
-/// From so many explanations on they are compared in one table, and not written one by one.
+/// From this number of explanations on, they are compared in one table instead of written one by one.
 const RANKS_MIN: usize = 4;
 
 /// Explains why a recorded program ran out of memory, and what would have fitted
 ///
-/// For the moment of the last out-of-memory event, or else of the most allocated memory (--at chooses another): what
-/// kind of memory was allocated, and who held it, by call stack, line and module; where the rest was; the verdict, with
-/// its numbers; and what to do, by replays and by arithmetic. With --gpu or --capacity it also says whether the program
-/// fits on that device. Record with torch.cuda.memory._record_memory_history() before the model is made, and on failure
-/// call torch.cuda.memory._dump_snapshot("oom.pickle").
+/// The moment is the last out-of-memory event, or else the one of the most allocated memory (--at chooses another). For
+/// this moment it shows what kind of memory was allocated, and who held it, by call stack, line and module; where the
+/// rest was; the verdict, with its numbers; and what to do, by replays and by arithmetic. With --gpu or --capacity it
+/// also says whether the program fits on that device. Record with torch.cuda.memory._record_memory_history() before the
+/// model is made, and on failure call torch.cuda.memory._dump_snapshot("oom.pickle").
 ///
-/// Requested bytes are what the program asked for, allocated bytes the blocks that it got (with rounding, as
-/// torch.cuda.memory_allocated() counts), reserved bytes what the allocator has from the driver.
+/// Requested bytes are those that the program requested, allocated bytes those of its blocks (with rounding, as
+/// torch.cuda.memory_allocated() counts), reserved bytes those that the allocator has from the driver.
 ///
 /// With four files or more, or a folder of them (one per rank), it compares them and names those that differ.
 #[derive(Debug, clap::Args)]
@@ -62,10 +62,10 @@ pub struct Args {
     /// With --json, list every allocated block of the moment: address, requested bytes, event, category and its rule
     #[arg(long, requires = "json")]
     blocks: bool,
-    /// Leave out what would have fitted, which takes replays
+    /// Skip the changes that would have made it fit, which take replays
     #[arg(long)]
     no_fits: bool,
-    /// In how many orders of addresses a change is replayed, where addresses can matter
+    /// In how many address orders a change is replayed, where addresses can matter
     #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1000))]
     orders: u32,
     /// The most memory of this machine that one file may take, for example 16GiB
@@ -80,7 +80,7 @@ pub struct Args {
 struct Explained {
     /// The file as it was given.
     file: PathBuf,
-    /// The name that tells it apart, with the device if there are several.
+    /// The short name that distinguishes it, with the device if there are several.
     name: String,
     explanation: Explanation,
 }

@@ -111,7 +111,7 @@ fn parts_table(parts: &Parts, explanation: &Explanation, output: &mut Output) ->
     let total = parts.total();
     for (name, bytes) in parts.named().into_iter().filter(|&(_, bytes)| bytes > 0) {
         let meaning = MEANINGS.iter().find(|(part, _)| *part == name).map_or(name, |(_, meaning)| meaning);
-        // Without a request that it could be large enough for.
+        // There is no request to compare the free blocks with.
         let is_free = explanation.moment().request.is_none() && name == "free_large_enough";
         let meaning = if is_free { "free" } else { meaning };
         let share = if explanation.device_bytes_total.is_some() { percent(bytes, total) } else { "-".to_owned() };

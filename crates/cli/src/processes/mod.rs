@@ -1,5 +1,5 @@
 //! The suite `processes`: events and memory shared by two processes on one device. It is part of the command because
-//! the second process is this binary: `peer.rs` is what that does, `child.rs` how the first process talks to it.
+//! the second process is this binary: `peer.rs` is its code, and `child.rs` is how the first process talks to it.
 
 mod child;
 pub mod peer;
@@ -14,7 +14,6 @@ use warpool_driver::{IpcEventHandle, SharedMemory};
 use child::ChildProcess;
 use peer::{READY, RECORDED, RUNNING, Task};
 
-/// The suite.
 pub const SUITE: Suite = Suite::new(
     "processes",
     Level::Driver,

@@ -14,7 +14,7 @@ use crate::output::{Result, Verdict};
 
 /// The second process has imported the event, and has loaded everything that its next steps need.
 pub const READY: &str = "ready";
-/// The first process has recorded the event behind a running kernel.
+/// The first process has recorded the event after a running kernel.
 pub const RECORDED: &str = "recorded";
 /// The second process has seen that the event is not complete.
 pub const RUNNING: &str = "running";
@@ -219,8 +219,8 @@ mod tests {
 
     type Part = fn(&dyn Driver, EventId, &mut Connection<'_>) -> PeerResult;
 
-    /// Runs the second process's part on an event that is recorded when it reads its input, behind a slow kernel or
-    /// not.
+    /// Runs the second process's part on an event that is recorded when it reads its input, optionally after a slow
+    /// kernel.
     fn run_part(slow: bool, input: &str, part: Part) -> (std::result::Result<(), String>, String) {
         struct Input<'a>(&'a dyn Fn(), io::Cursor<&'a [u8]>);
         impl io::Read for Input<'_> {

@@ -24,30 +24,30 @@ use crate::size;
 ///
 /// A recording is a PyTorch memory snapshot with history (torch.cuda.memory._record_memory_history, then
 /// _dump_snapshot), plain or compressed, or an RMM log. It is first replayed with the settings that it was recorded
-/// with, and every address and every segment is compared: this tells whether the model is exact for this program.
-/// With --settings, --set, --allocator, --capacity or --gpu it is then replayed with those.
+/// with, and every address and every segment is compared: this shows whether the model is exact for this program. With
+/// --settings, --set, --allocator, --capacity or --gpu it is then replayed with those.
 ///
-/// A what-if gets the recorded addresses as long as it asks for the recorded segments. Beyond that the driver's
-/// addresses are not known, and PyTorch chooses between free blocks of one size by address: it is then replayed in
-/// several orders of addresses, and the answer is the range, "fits in 16 of 16 address orders, by at least 212 MiB".
-/// The control is the recorded program in the same orders.
+/// A what-if gets the recorded addresses as long as it requests the recorded segments. If it needs other segments,
+/// their addresses are not known, and PyTorch chooses between free blocks of one size by address. It is then replayed
+/// in several address orders, and the answer is the range, "fits in 16 of 16 address orders, by at least 212 MiB". The
+/// control is the recorded program in the same orders.
 ///
-/// With --rounds the program is run several times on one device, in one order of addresses, everything freed in
-/// between: a recording of some steps then tells whether fragmentation grows in a longer run.
+/// With --rounds the program is run several times on one device, in one address order, and everything is freed in
+/// between. So a recording of some steps shows whether fragmentation grows in a longer run.
 ///
 /// A memory limit that the program ran under (a fraction set by a call) is inferred and stays in force, unless a
 /// what-if names `per_process_memory_fraction` or `memory_cap_mb`, or another device with --capacity or --gpu. If the
-/// device was full, the limit is what it had for the program: reserved, and free when a request failed.
+/// device was full, the limit is the memory that it had for the program: reserved plus free when a request failed.
 ///
-/// A recording does not contain the size of the device. It is inferred from an out-of-memory event, where what was
-/// reserved and free then fits the memory of a card; else it is unknown, and the simulated device is large enough for
-/// the recording.
+/// A recording does not contain the size of the device. It is inferred from an out-of-memory event, if the reserved
+/// plus free memory matches a card; otherwise it is unknown, and the simulated device is large enough for the
+/// recording.
 ///
-/// Driver calls take the time that they were measured to take on an H200. "steady" is the second half of the recorded
-/// time, when a program has reached its steady state: what driver calls take of it, and of that remapping, which is
-/// mapping physical memory that was mapped before (growth is not remapping). JSON has these figures as "steady", and
-/// the whole recorded time as "recorded_seconds"; both are null if the recording has no time stamps, and "steady" for
-/// RMM logs.
+/// Driver calls take the time measured on an H200. "steady" is the second half of the recorded time, when a program has
+/// reached its steady state. It has the share of this time that driver calls take, and the share of remapping: mapping
+/// physical memory that was mapped before. New mappings are not remapping. JSON has these figures as "steady", and the
+/// whole recorded time as "recorded_seconds"; both are null if the recording has no time stamps, and "steady" for RMM
+/// logs.
 /// "driver_seconds_modelled" is the time of all driver calls.
 #[derive(Debug, clap::Args)]
 #[command(
@@ -82,14 +82,14 @@ pub struct Args {
     /// error [default: 256MiB and 32 bytes for each byte of the recording, decompressed, but at most 4GiB]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory_limit: Option<u64>,
-    /// In how many orders of addresses a what-if is replayed, where addresses can matter
+    /// In how many address orders a what-if is replayed, where addresses can matter
     #[arg(long, value_name = "COUNT", default_value_t = ADDRESS_ORDERS, value_parser = order_count())]
     orders: u32,
-    /// Runs the program so many times, one after another on the same device, and shows what it reserves in each round:
-    /// whether memory grows in a longer run
+    /// Runs the program this number of times, one after another on the same device, and shows what it reserves in each
+    /// round, and so whether memory grows in a longer run
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = round_count())]
     rounds: u32,
-    /// Exit with 1 if a replay runs out of memory, in any order of addresses or any round
+    /// Exit with 1 if a replay runs out of memory, in any address order or any round
     #[arg(long)]
     expect_fit: bool,
     /// Explains the columns of the table
@@ -120,7 +120,7 @@ struct Replayed {
     reading: Reading,
 }
 
-/// What a file has.
+/// The content of a file.
 enum Content {
     /// A report for each device.
     Reports(Vec<ReplayReport>),
@@ -170,7 +170,7 @@ fn parse_settings(args: &Args) -> Result<Option<Settings>> {
     Ok(Some(settings))
 }
 
-/// The settings of a string. Warnings come with the report, which knows what is in force.
+/// The settings of a string. Warnings are part of the report, which depends on the settings in force.
 fn parse_strictly(option: &str, string: &str) -> Result<Settings> {
     let Lint { problems, effective, .. } = lint(string);
     effective.ok_or_else(|| CommandError::Usage(format!("{option}: {}", SettingsError { problems })))
@@ -219,7 +219,7 @@ fn replay_file(
             Content::Reports(reports.into_iter().map(|report| ReplayReport { steady: None, ..report }).collect())
         }
         Ok(reports) => Content::Reports(reports),
-        // Nothing can be replayed, but there is something to tell.
+        // Nothing can be replayed, but the segments can be reported.
         Err(ReplayError::NoHistory) if !snapshot.segments.is_empty() && !args.asks_what_if() => {
             Content::SegmentsOnly(segment_totals(snapshot))
         }

@@ -223,7 +223,7 @@ fn verdict(report: &ReplayReport) -> String {
     format!("{fitting}: reserves {peak} at its peak{compared}{failed}")
 }
 
-/// A request as it was asked, and what it takes from the driver where that is more.
+/// The requested bytes, and those requested from the driver where that is more.
 fn request(asked: u64, segment: u64) -> String {
     match segment > asked {
         true => format!("a request of {} (a segment of {})", size::format(asked), size::format(segment)),

@@ -18,11 +18,11 @@ use crate::size;
 
 /// Writes a page for the browser: memory over time, and who holds it at any moment
 ///
-/// One HTML file with everything in it, which needs no network and no server: what was allocated, cached and lost over
-/// time; the segments and blocks, a flame graph and the largest holders at the cursor; allocations as bands; events and
-/// regions that the program named; search by frame; out-of-memory events and retries; stacks to pin and copy.
-/// Record with stacks to see who holds memory: torch.cuda.memory._record_memory_history(). `warpool diff A B -o FILE`
-/// compares two recordings in a page.
+/// The page is one HTML file, which needs no network and no server. It shows allocated and cached memory and
+/// fragmentation over time; the segments and blocks, a flame graph and the largest holders at the cursor; allocations
+/// as bands; events and regions that the program named; search by frame; out-of-memory events and retries; stacks to
+/// pin and copy. Record with stacks to see who holds memory: torch.cuda.memory._record_memory_history(). `warpool diff
+/// A B -o FILE` compares two recordings in a page.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "A report that exists is replaced; any other file is not.\n\
     Exit status: 0 success, 2 the file cannot be read, or the page cannot be written.\n\n\
@@ -45,7 +45,7 @@ pub struct Args {
     /// A package or a part of a path whose code is not your own, beside torch and its companions; may be repeated
     #[arg(long, value_name = "NAME")]
     framework: Vec<String>,
-    /// Leave out what to do, which takes replays
+    /// Leave out the advice, which takes replays
     #[arg(long)]
     no_fits: bool,
     /// The most memory of this machine that it may take, for example 16GiB

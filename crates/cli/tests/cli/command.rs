@@ -116,7 +116,7 @@ fn selftest_reports_each_check_and_then_the_totals() {
         assert_eq!(totals[result], count(result), "{result}");
     }
     assert!(count("passed") >= 80, "{totals}");
-    // Two simulated devices lack only a second process, and a second driver over the same devices.
+    // With two simulated devices, only checks that need a second process or a second driver are skipped.
     let skipped = checks.iter().filter(|check| check["result"] == "skipped");
     let reasons: Vec<(&Value, &Value)> = skipped.map(|check| (&check["suite"], &check["detail"])).collect();
     let foreign = (&json!("foreign"), &json!("two simulated drivers share no devices"));

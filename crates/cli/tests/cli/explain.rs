@@ -225,7 +225,7 @@ fn most_allocated_memory_is_explained_and_both_peaks_are_told() {
     assert_eq!(same["headline"], headline);
 }
 
-/// Issue 34, point 2: the way from Python to the allocator names nobody.
+/// Issue 34, point 2: frames between Python and the allocator name no holder.
 #[test]
 fn holders_are_lines_of_python_and_nodes_of_the_backward_pass() {
     for name in DEFAULTS {
@@ -248,7 +248,7 @@ fn holders_are_lines_of_python_and_nodes_of_the_backward_pass() {
     }
 }
 
-/// Issue 34, point 3: the device is the one that the recording tells, or unknown.
+/// Issue 34, point 3: the device is inferred from the recording, or unknown.
 #[test]
 fn no_device_is_assumed() {
     let (stdout, object) = explained("resnet_train.native", &["--orders", "1"]);
@@ -259,7 +259,7 @@ fn no_device_is_assumed() {
     }
     let (stdout, object) = explained("oom_device.default", &["--no-fits"]);
     assert_eq!((&object["device_origin"], &object["device_name"]), (&"inferred".into(), &"H200".into()));
-    // PyTorch says 150,109,880,320: what a recording tells is exact to a page.
+    // PyTorch reports 150,109,880,320: the size inferred from a recording is exact to a page.
     let bytes = object["device_bytes_total"].as_u64().expect("bytes");
     assert!(bytes.abs_diff(150_109_880_320) < 2 << 20, "{bytes}");
     assert!(stdout.contains("By the free memory that was recorded, the device has 139.8 GiB, H200."), "{stdout}");
@@ -306,7 +306,7 @@ fn advice_names_the_leak_and_the_call_that_sets_the_limit() {
     let detail = limit["detail"].as_str().expect("a text");
     assert!(detail.contains("the call overrides the environment variables"), "{detail}");
     assert!(limit["apply"].as_str().expect("a text").starts_with("torch.cuda.set_per_process_memory_fraction("));
-    // Batches that double are no leak: all of it is of the last one.
+    // Batches that double are no leak: all of the growth belongs to the last one.
     let device = advice_of("oom_device.default");
     assert!(device.iter().all(|one| one["kind"] != "leak"), "{device:?}");
     assert_eq!((&device[0]["kind"], &device[0]["fits"]), (&"batch".into(), &Value::Null), "{device:?}");

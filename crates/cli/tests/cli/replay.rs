@@ -183,7 +183,7 @@ fn answer_names_what_is_in_force_and_the_control() {
     assert!(text(&lifted.stdout).contains("the recorded limit of 6 GiB lifted by the settings"));
     let quiet = warpool(&["replay", "-q", &file]);
     assert!(!text(&quiet.stdout).contains("--legend"), "{}", text(&quiet.stdout));
-    // What changes nothing has the recorded outcome, and does not fit.
+    // A what-if that changes nothing has the recorded outcome, and does not fit.
     for nothing in [["--settings", ""], ["--settings", "expandable_segments:False"], ["--capacity", "139.8GiB"]] {
         let arguments = [&["replay", &file, "--json", "--expect-fit"][..], &nothing[..]].concat();
         let report = &objects(&arguments, 1)[0];
@@ -194,7 +194,7 @@ fn answer_names_what_is_in_force_and_the_control() {
     assert_eq!(larger["in_force"]["memory_limit_lifted_bytes"], 6_u64 << 30);
 }
 
-/// The simulated device is an H200; that of the recording is not known, and neither is a rest of it.
+/// The simulated device is an H200. The recorded device is not known, and neither is its remaining memory.
 #[test]
 fn unknown_device_has_no_size_in_any_text() {
     let file = recording("verdict.outside");

@@ -1,4 +1,4 @@
-//! `warpool soak`: few programs of each campaign, what it prints, and that a defect is found.
+//! `warpool soak`: a few programs of each campaign, its output, and the detection of a defect.
 
 use serde_json::Value;
 

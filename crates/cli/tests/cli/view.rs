@@ -1,4 +1,4 @@
-//! `view` and `diff -o`: what is written, the figures, and what is refused. `tests/browser` opens the pages.
+//! `view` and `diff -o`: the written page, the figures, and refused requests. `tests/browser` opens the pages.
 
 use std::path::{Path, PathBuf};
 
@@ -65,7 +65,7 @@ fn page_is_written_and_its_figures_are_printed() {
     assert!(html.starts_with("<!doctype html>") && html.contains("oom_stacks.fraction_6gib.pickle.xz"));
 }
 
-/// What the script of a page is told.
+/// The manifest for the script of a page.
 fn manifest(page: &str) -> Value {
     let html = std::fs::read_to_string(page).expect("a page");
     let (_, rest) = html.split_once("id=\"manifest\">").expect("it has a manifest");

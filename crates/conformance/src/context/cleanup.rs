@@ -1,5 +1,5 @@
-//! What a check created and has not destroyed, and how that is cleaned up. The list is exact: a check that destroys
-//! something itself takes it off the list, so that the cleanup destroys nothing twice.
+//! Cleanup of the objects that a check created and did not destroy. The list is exact: a check that destroys something
+//! itself takes it off the list, so that the cleanup destroys nothing twice.
 
 use warpool_driver::{
     CaptureMode, CaptureState, DevicePtr, EventId, GraphExecId, GraphId, HandleId, HostPtr, ModuleId, PhysicalId,

@@ -101,7 +101,7 @@ impl TestContext {
     }
 }
 
-/// Whether a call failed because a library, or a symbol of it, is missing.
+/// Whether a call failed because a library or one of its symbols is missing.
 fn is_not_installed(error: &DriverError) -> bool {
     matches!(error.code, ErrorCode::SharedObjectInitFailed | ErrorCode::SharedObjectSymbolNotFound)
 }

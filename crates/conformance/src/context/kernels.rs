@@ -221,7 +221,7 @@ functions! {
     ConditionalKernels: set_flag count_down;
 }
 
-/// Words for the results of `count_differences`: as many counts can be in flight at once.
+/// Words for the results of `count_differences`: the number of counts that can be in flight at once.
 const COUNTERS: u64 = 1024;
 
 /// The kernels of one run: loaded at first use, unloaded when dropped.

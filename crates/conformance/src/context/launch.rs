@@ -44,7 +44,7 @@ impl TestContext {
         Ok(self.launch_kernel(function, LaunchShape::ONE, args, stream)?)
     }
 
-    /// Occupies `stream` for so long that everything else the check does finishes first.
+    /// Occupies `stream` long enough that everything else the check does finishes first.
     pub fn keep_busy(&self, stream: StreamId) -> CheckResult {
         self.launch_single(self.kernels()?.spin, &[KernelArg::U64(BUSY_NANOS)], stream)
     }

@@ -1,4 +1,4 @@
-//! What a check gets: a driver, a device, kernels, random numbers, and functions that create objects and remember them.
+//! The context of a check: a driver, a device, kernels, random numbers, and functions that create and track objects.
 //! Everything created here is destroyed after the check ([`cleanup`]), however it ended.
 
 mod cleanup;
@@ -29,7 +29,7 @@ pub use vm::VmContext;
 
 use memory::HostPage;
 
-/// What a check gets. It can be shared by the threads of a check.
+/// The context of a check, shared by its threads.
 pub struct TestContext {
     /// The driver under test.
     pub driver: Arc<dyn Driver>,

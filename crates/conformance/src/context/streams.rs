@@ -99,7 +99,7 @@ impl TestContext {
         Ok(self.driver.event_destroy(event)?)
     }
 
-    /// Records `event` behind the work that is in `stream` now.
+    /// Records `event` after the work that is in `stream` now.
     pub fn record(&self, event: EventId, stream: StreamId) -> CheckResult {
         Ok(self.driver.event_record(event, stream, EventScope::Plain)?)
     }

@@ -328,7 +328,7 @@ fn wait_on_captured_event_joins_the_capture(context: &TestContext) -> CheckResul
     let shape = context.driver.graph_topology(graph)?;
     let [one, two, three] = [0, 1, 2].map(|at| shape.nodes.get(at).map(|node| node.id));
     let edges: Vec<_> = shape.edges.iter().map(|&(from, to)| (Some(from), Some(to))).collect();
-    // A join adds dependencies and removes none, also where one of the edges is redundant.
+    // A join adds dependencies and removes none, even where one of the edges is redundant.
     for edge in [(one, two), (two, three), (one, three)] {
         expect(edges.contains(&edge), &format!("the edge {edge:?} is one of {edges:?}"))?;
     }

@@ -1,5 +1,5 @@
-//! Library handles: their life, their settings, and GEMM against a loop on the host. Matrices contain small integers,
-//! so that every device computes them exactly, whatever the order of the sums.
+//! Library handles: creation and destruction, settings, and GEMM against a loop on the host. Matrices contain small
+//! integers, so that every device computes them exactly, whatever the order of the sums.
 
 use warpool_driver::ErrorCode::{InvalidDevice, InvalidHandle, InvalidValue, NotSupported, StreamCaptureUnsupported};
 use warpool_driver::{
@@ -100,7 +100,7 @@ fn unknown_handle_is_rejected(context: &TestContext) -> CheckResult {
 fn destroyed_handle_is_rejected(context: &TestContext) -> CheckResult {
     let handle = context.library_handle(Library::Blas)?;
     context.destroy_handle(handle)?;
-    // The next handle has another id, also if the library reuses the raw handle.
+    // The next handle has another id, even if the library reuses the raw handle.
     let next = context.library_handle(Library::Blas)?;
     expect(next != handle, "the id is new")?;
     expect_rejected(context, handle)

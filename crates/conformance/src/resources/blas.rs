@@ -1,4 +1,4 @@
-//! cuBLAS: GEMM on several threads and streams, workspaces, precision, and that settings are not set twice.
+//! cuBLAS: GEMM on several threads and streams, workspaces, precision, and that unchanged settings are not set again.
 
 use std::sync::Arc;
 
@@ -123,7 +123,7 @@ fn two_threads_run_gemm_on_two_streams(context: &TestContext) -> CheckResult {
     })
 }
 
-/// A handle requested for a stream uses that stream, also after a request for another one.
+/// A handle requested for a stream uses that stream, even after a request for another one.
 fn one_handle_serves_two_streams(context: &TestContext) -> CheckResult {
     with_blas(context.device(), |allocator, blas| {
         let (one, two) = (context.device().pool_stream()?, context.device().pool_stream()?);

@@ -1,4 +1,4 @@
-//! What memory contains, with every allocator: while several streams share it, after its reuse, after sleep and wake,
+//! The contents of memory, with every allocator: while several streams share it, after its reuse, after sleep and wake,
 //! and after a pool is restored. The other suites check calls one by one; here programs run, and every block must hold
 //! what its owner wrote, and the statistics what the program counts itself.
 
@@ -32,7 +32,7 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const STREAMS: usize = 4;
 
-/// An allocator of which the name is told with a failure, and what only some allocators have.
+/// An allocator with its name for failures, and features that only some allocators have.
 struct Subject {
     name: &'static str,
     allocator: SharedAllocator,
@@ -250,7 +250,7 @@ fn all_of_a_large_block_sleeps_and_wakes(context: &TestContext) -> CheckResult {
             blocks.push(on.write(bytes, number << 24, 0)?);
         }
         tags.sleep(&["weights"], Keep::Host)?;
-        // Memory that others wrote meanwhile is what a part that was forgotten would hold.
+        // A part that is not restored would contain this other data.
         let other = on.write(80 * MIB, 5, 1)?;
         on.expect("another block", &other)?;
         other.block.free()?;
@@ -281,7 +281,7 @@ fn a_restored_pool_leaves_other_blocks_alone(context: &TestContext) -> CheckResu
         on.expect("a block of the pool", &later)?;
         let addresses: Vec<_> = kept.iter().map(|written| (written.block.ptr(), written.block.bytes())).collect();
         let restored = pools.restore(&checkpoint)?;
-        // Their memory is the checkpoint's again.
+        // Their memory belongs to the checkpoint's blocks again.
         for stale in kept.into_iter().chain([later]) {
             let _ = stale.block.into_raw();
         }

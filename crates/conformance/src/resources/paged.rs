@@ -1,6 +1,6 @@
-//! The paged allocator: pages are taken from where they are free and mapped where they are needed, while work on them
-//! is still queued. Kernels write and compare contents over all of a block, so that one wrong page shows. At most 1 GiB
-//! of the device is used.
+//! The paged allocator: free pages are unmapped where they are and mapped where they are needed, while work on them is
+//! still queued. Kernels write and compare contents over all of a block, so that one wrong page shows. At most 1 GiB of
+//! the device is used.
 
 use std::sync::Arc;
 
@@ -158,7 +158,7 @@ fn pages_of_another_stream_are_used_after_its_work(context: &TestContext) -> Che
         let result = on.block(32 * MIB, &giving)?;
         let first = on.block(32 * MIB, &giving)?;
         context.keep_stream_busy(&giving)?;
-        // Behind the long kernel: without order it would run after the other stream's work.
+        // After the long kernel: without the right order it would run after the other stream's work.
         on.write(&first, 1, &giving)?;
         on.copy(&result, &first, &giving)?;
         first.free()?;
@@ -241,7 +241,7 @@ fn pages_of_a_captured_graph_stay(context: &TestContext) -> CheckResult {
             capture_sum(context, capture, input.ptr(), BYTES, 9)
         })?;
         let output = graph.buffer(key)?.ptr();
-        // Nothing may grow from here on, so that every free page is taken.
+        // A limit near what is reserved, so that free pages are reused.
         let reserved = on.pages()?.reserved_bytes;
         on.limit_to(Some(reserved + 48 * MIB))?;
         for round in 0..12_u32 {
@@ -331,7 +331,7 @@ fn churn_of_sizes_reserves_little_more_than_is_allocated(context: &TestContext) 
         let stats = on.allocator.stats(context.device_id)?;
         expect_eq("peak of allocated bytes", stats.allocated_bytes.all.peak, peak_live)?;
         let peak = stats.reserved_bytes.all.peak;
-        // Free memory is never as much as a page per block: only what is around blocks in their pages.
+        // Unused memory is less than a page per block: only the rest of the pages that blocks are in.
         let most = peak_live + most_blocks * PAGE;
         expect(peak <= most, &format!("{peak} bytes are reserved for {peak_live} in {most_blocks} blocks"))
     })
@@ -368,7 +368,7 @@ fn out_of_memory_is_reported_and_passes(context: &TestContext) -> CheckResult {
         expect_eq("allocated bytes of the report", report.1, 120 * MIB)?;
         first.free()?;
         third.free()?;
-        // All pages of both, behind queued work, and the rest of the limit.
+        // All pages of both streams, after queued work, and the rest of the limit.
         let large = on.block(88 * MIB, &other)?;
         on.write(&large, 3, &other)?;
         on.expect_reserved("at the limit", 128 * MIB)?;
@@ -398,7 +398,7 @@ fn expect_out_of_memory(on: &Paged<'_>, bytes: u64, stream: &Stream) -> CheckRes
 fn sixteen_threads_take_pages_from_each_other(context: &TestContext) -> CheckResult {
     const THREADS: u32 = 16;
     on_paged(context, |on| {
-        // Less than all of them could hold at once: requests wait for nothing, but take each other's pages.
+        // Less than all threads could hold at once. Requests do not wait, but take each other's pages.
         on.limit_to(Some(80 * MIB))?;
         let work = |thread: u32| -> CheckResult {
             let stream = on.stream()?;

@@ -259,7 +259,7 @@ fn large_blocks_are_registered_by_several_threads(context: &TestContext) -> Chec
             let last = threads as u32 + (BYTES / 4) as u32 - 1;
             let want = [(threads as u32).to_le_bytes(), last.to_le_bytes()].concat();
             expect_slice_eq("the first and the last word", &ends, &want)?;
-            // A block is freed the way it was pinned, also after the setting has changed.
+            // A block is freed the way it was pinned, even after the setting has changed.
             host.set_settings(PinnedSettings::default());
             let plain = host.allocate(3 * MIB)?;
             plain.write(0, &[1; 64])?;

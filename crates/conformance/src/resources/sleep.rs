@@ -1,6 +1,6 @@
 //! Memory that sleeps and wakes, with the caching and the paged allocator. Kernels write contents before and check them
-//! after; the driver says how much memory is free meanwhile. At most 400 MiB of the device are used, but for a check
-//! that fills it.
+//! after; the driver reports how much memory is free meanwhile. At most 400 MiB of the device are used, except in one
+//! check that fills it.
 
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ struct Sleeper<'a> {
     stream: StreamLease,
 }
 
-/// Runs `body` on each allocator whose memory can sleep, and then expects that all of it can be returned.
+/// Runs `body` on each allocator whose memory can sleep, and then expects that all memory can be returned.
 fn on_each(context: &TestContext, body: impl Fn(&Sleeper<'_>) -> CheckResult) -> CheckResult {
     on_each_with(context, &PinnedSettings::default(), body)
 }
@@ -211,7 +211,7 @@ fn work_in_streams_is_waited_for(context: &TestContext) -> CheckResult {
         let block = on.block("weights", 64 * MIB)?;
         on.write(&block, 1)?;
         context.keep_stream_busy(&on.stream)?;
-        // Behind a long kernel.
+        // After a long kernel.
         on.write(&block, 2)?;
         on.tags.sleep(&["weights"], Keep::Host)?;
         expect(on.stream.query()?, "the work was waited for")?;

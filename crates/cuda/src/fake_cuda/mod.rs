@@ -38,20 +38,20 @@ pub(crate) const RACED: ErrorCode = ErrorCode::Unknown(9998);
 struct Object {
     exists: AtomicBool,
     serial: u64,
-    /// Of a stream: the graph that it captures into.
+    /// For a stream: the graph that it captures into.
     capture: Mutex<Option<&'static Self>>,
-    /// Of a graph: the bodies of its conditional nodes.
+    /// For a graph: the bodies of its conditional nodes.
     bodies: Mutex<Vec<&'static Self>>,
     is_body: bool,
-    /// Of a graph: its nodes.
+    /// For a graph: its nodes.
     nodes: Mutex<Vec<&'static Self>>,
-    /// Of a node: its type.
+    /// For a node: its type.
     kind: u32,
-    /// Of a graph: whether its capture is invalid.
+    /// For a graph: whether its capture is invalid.
     invalid: AtomicBool,
-    /// Of a graph: whether a call uses it.
+    /// For a graph: whether a call uses it.
     in_use: AtomicBool,
-    /// Of a library's handle: its stream, except default streams.
+    /// For a library's handle: its stream, except default streams.
     stream: Mutex<Option<&'static Self>>,
 }
 
@@ -91,7 +91,7 @@ fn handle<T>(object: &'static Object) -> *mut T {
     ptr::from_ref(object).cast_mut().cast()
 }
 
-/// The object behind a handle: one that `make` returned, or that of a default stream.
+/// The object of a handle: one that `make` returned, or that of a default stream.
 fn object<T>(handle: *mut T) -> &'static Object {
     thread_local! {
         static DEFAULT_STREAMS: [&'static Object; 3] = [(); 3].map(|()| make(false));
@@ -108,7 +108,7 @@ fn exist(objects: &[&Object]) -> u32 {
     if all { 0 } else { DESTROYED.number() }
 }
 
-/// Uses objects for a while: they must exist all along.
+/// Uses objects for a while: they must exist the whole time.
 fn used(objects: &[&Object]) -> u32 {
     let before = exist(objects);
     thread::yield_now();
@@ -518,12 +518,11 @@ pub(crate) fn module_with_kernel(driver: &CudaDriver) -> (ModuleId, FunctionId) 
     (module, FunctionId(driver.functions.insert(Function::fake(module, Some(&[]), users))))
 }
 
-/// Whether CUDA has a module loaded, also after it was unloaded by id.
+/// Whether CUDA has a module loaded, even after it was unloaded by id.
 pub(crate) fn is_loaded(driver: &CudaDriver, module: ModuleId) -> impl Fn() -> bool + use<> {
     let raw = object(driver.modules.get(module.0).expect("a module").raw());
     move || raw.exists.load(Ordering::SeqCst)
 }
 
-/// The devices.
 pub(crate) const DEVICE: DeviceId = DeviceId(0);
 pub(crate) const OTHER_DEVICE: DeviceId = DeviceId(1);

@@ -123,7 +123,7 @@ impl CudaDriver {
         if status == 0 { Ok(()) } else { Err(self.product_error(site, status, &stream)) }
     }
 
-    /// The handle behind an id, if it is one of cuBLAS, and cuBLAS's functions.
+    /// Looks up a cuBLAS handle by id, and cuBLAS's functions.
     fn blas(&self, site: CallSite<'_>, handle: HandleId) -> Result<(Exclusive<'_, LibraryHandle>, &CublasFunctions)> {
         let (object, functions) = self.library_handle(site, handle)?;
         match &functions.blas {

@@ -1,9 +1,8 @@
 //! The functions of NVIDIA's libraries with handles.
 //!
-//! A library is loaded when the first handle of it is created. The signatures are written here: a status is a plain
-//! number and a handle an untyped pointer, so that one struct serves for all libraries. With the feature
-//! `check-bindings` the compiler compares them with cudarc's, as `api.rs` always does: the bindings of five libraries
-//! take minutes to build.
+//! A library is loaded when its first handle is created. The signatures are written here: a status is a plain number
+//! and a handle an untyped pointer, so that one struct serves for all libraries. With the feature `check-bindings` the
+//! compiler compares them with cudarc's, as `api.rs` always does: the bindings of five libraries take minutes to build.
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
@@ -14,7 +13,6 @@ use warpool_driver::{ErrorCode, Library, Result};
 use crate::error::CallSite;
 use crate::shared_library::{MissingLibrary, MissingSymbol, SharedLibrary, toolkit_candidates};
 
-/// A library's handle.
 pub(crate) type RawLibraryHandle = *mut c_void;
 
 /// A library's name without version, for errors, and its file names, the newest first.
@@ -35,7 +33,6 @@ pub(crate) const fn files(library: Library) -> Files {
     Files { library, names }
 }
 
-/// The functions of a library.
 pub(crate) struct LibraryFunctions {
     /// Creates a handle.
     pub(crate) create: unsafe extern "C" fn(*mut RawLibraryHandle) -> u32,
@@ -43,7 +40,7 @@ pub(crate) struct LibraryFunctions {
     pub(crate) destroy: unsafe extern "C" fn(RawLibraryHandle) -> u32,
     /// Sets its stream; cuBLASLt's have none.
     pub(crate) set_stream: Option<unsafe extern "C" fn(RawLibraryHandle, CUstream) -> u32>,
-    /// Those that only cuBLAS has.
+    /// The functions of cuBLAS.
     pub(crate) blas: Option<CublasFunctions>,
 }
 
@@ -54,7 +51,7 @@ pub(crate) struct CublasFunctions {
     pub(crate) set_math: unsafe extern "C" fn(RawLibraryHandle, u32) -> u32,
     /// Takes a `cublasAtomicsMode_t`.
     pub(crate) set_atomics: unsafe extern "C" fn(RawLibraryHandle, u32) -> u32,
-    /// Takes two `cublasOperation_t`, behind the handle.
+    /// Takes two `cublasOperation_t`, after the handle.
     pub(crate) sgemm: GemmFunction,
 }
 

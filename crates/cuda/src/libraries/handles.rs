@@ -19,9 +19,8 @@ use crate::object_table::Exclusive;
 use crate::stream::PER_THREAD;
 use crate::stream_users::StreamUser;
 
-/// A handle behind its id.
+/// A library handle in the object table.
 pub(crate) struct LibraryHandle {
-    /// The library.
     pub(super) library: Library,
     /// The library's handle.
     pub(super) raw: CudaHandle<c_void>,
@@ -95,7 +94,7 @@ impl Libraries for CudaDriver {
             return Err(site.explain(ErrorCode::InvalidValue, detail));
         }
         let _current = self.make_current(site, object.context)?;
-        // cuBLAS's function is legal in captures; of the others it is unknown.
+        // cuBLAS's function is legal in captures; for the others it is unknown.
         let _relaxed = if library == Library::Blas { None } else { Some(self.relax_capture_mode(site)?) };
         // SAFETY: the handle is held exclusively; its stream and the new one exist.
         check_status(site, library, unsafe { set_stream(object.raw.raw(), target.raw.raw()) })?;
@@ -130,7 +129,7 @@ impl Libraries for CudaDriver {
 }
 
 impl CudaDriver {
-    /// The handle behind an id, exclusively as long as the result lives, and its library.
+    /// Looks up a handle by id, held exclusively while the result lives, and its library.
     pub(super) fn library_handle(
         &self,
         site: CallSite<'_>,

@@ -2,7 +2,7 @@
 
 use crate::{Address, DeviceId, DevicePtr, Result, StreamId};
 
-/// What a fill writes.
+/// The pattern that a fill writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pattern {
     /// One byte.
@@ -25,10 +25,9 @@ impl Pattern {
     }
 }
 
-/// Copies and fills. All of a range must be in one allocation, in memory that is mapped in one reservation, or in
-/// pinned memory, and the device must have access to it: else `InvalidValue`, when the call is made. That includes
-/// ordinary host memory, also where the device could access it. Memory that other libraries allocated on the device is
-/// accepted.
+/// Copies and fills. A whole range must be in one allocation, in memory mapped in one reservation, or in pinned memory,
+/// and the device must have access to it. Otherwise the call gives `InvalidValue`. That includes ordinary host memory,
+/// even where the device could access it. Memory that other libraries allocated on the device is accepted.
 pub trait Copies {
     /// Copies in the order of `stream`, in any direction. Host memory must be pinned. If source and target overlap, the
     /// result is undefined. *During capture: stream.*

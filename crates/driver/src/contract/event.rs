@@ -13,7 +13,7 @@ pub struct EventOptions {
     pub interprocess: bool,
 }
 
-/// What an event means on a stream that captures.
+/// The meaning of an event on a stream that captures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EventScope {
     /// Order inside the capture: it becomes edges of the graph.
@@ -37,9 +37,9 @@ pub trait Events {
     fn event_destroy(&self, event: EventId) -> Result<()>;
 
     /// Records the work that is in `stream` now, instead of what the event recorded before. Event and stream must
-    /// belong to one device (`InvalidHandle`). *During capture: stream.* Recorded in a capture, the event belongs to
-    /// it: a query gives `CapturedEvent` and invalidates the capture, and after the capture `InvalidValue`, until the
-    /// event is recorded again. With [`EventScope::External`] it becomes a node that records at every launch;
+    /// belong to one device (`InvalidHandle`). *During capture: stream.* An event recorded in a capture belongs to it:
+    /// a query gives `CapturedEvent` and invalidates the capture. After the capture a query gives `InvalidValue`, until
+    /// the event is recorded again. With [`EventScope::External`] it becomes a node that records at every launch;
     /// `External` outside of a capture gives `IllegalState`.
     fn event_record(&self, event: EventId, stream: StreamId, scope: EventScope) -> Result<()>;
 

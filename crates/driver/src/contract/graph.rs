@@ -83,7 +83,7 @@ pub trait Graphs {
     /// Its nodes use the addresses that they were captured with, and nothing checks what is there now: a freed address
     /// may have become memory of this process. The caller promises, until the launch has finished:
     /// - All memory that its copies, fills and products use is still allocated or mapped, or pinned.
-    /// - What [`kernel_launch`](crate::Kernels::kernel_launch) asks for holds for its kernels.
+    /// - Its kernels meet the requirements of [`kernel_launch`](crate::Kernels::kernel_launch).
     unsafe fn graph_launch(&self, exec: GraphExecId, stream: StreamId) -> Result<()>;
 
     /// Changes the arguments of a kernel node of an executable for later launches; launches already queued keep theirs.

@@ -47,8 +47,8 @@ pub trait HostMemory {
     /// *During capture: free.*
     fn host_device_ptr(&self, device: DeviceId, ptr: HostPtr) -> Result<DevicePtr>;
 
-    /// Reads pinned memory on the host. `InvalidValue` if the range is not pinned. Waits for nothing: of bytes that the
-    /// device writes meanwhile, each is old or new. *During capture: free.*
+    /// Reads pinned memory on the host. `InvalidValue` if the range is not pinned. Does not wait: each byte that the
+    /// device writes meanwhile has its old or its new value. *During capture: free.*
     fn host_read(&self, ptr: HostPtr, into: &mut [u8]) -> Result<()>;
 
     /// Writes pinned memory on the host. `InvalidValue` if the range is not pinned. Waits for nothing. *During capture:

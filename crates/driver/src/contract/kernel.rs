@@ -59,7 +59,7 @@ pub struct HostKernel {
     pub nanos: Option<fn(&LaunchShape, &[KernelArg]) -> u64>,
 }
 
-/// What a host implementation does.
+/// The function of a host implementation.
 pub type HostFunction = fn(&mut KernelScope<'_>) -> std::result::Result<(), KernelFault>;
 
 impl HostKernel {
@@ -259,8 +259,8 @@ pub trait Kernels {
     fn module_load(&self, device: DeviceId, source: &KernelSource) -> Result<ModuleId>;
 
     /// Unloads a module; its functions are invalid from then on. Kernels already launched complete, and graphs and
-    /// executables with kernels of the module stay usable: the code is unloaded when they are gone. *During capture:
-    /// free.*
+    /// executables with kernels of the module stay usable: the code is unloaded when these are destroyed. *During
+    /// capture: free.*
     fn module_unload(&self, module: ModuleId) -> Result<()>;
 
     /// The kernel of that name; the same id each time. `NotFound` if there is none. *During capture: free.*

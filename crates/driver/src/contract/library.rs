@@ -155,9 +155,9 @@ pub trait Libraries {
     /// cuBLAS's own workspace again. `NotSupported` for [`Library::BlasLt`]. *During capture: free.*
     fn library_set_stream(&self, handle: HandleId, stream: StreamId) -> Result<()>;
 
-    /// The library's own handle, for its own functions. Using it is unsafe code of the caller, which must use it when
-    /// no other thread does, and leave it as it was: not destroyed, on its stream, with scalars in host memory. *During
-    /// capture: free.*
+    /// The library's own handle, for its own functions. Using it is unsafe code of the caller. It must not be used by
+    /// two threads at once, and must be left as it was: not destroyed, on its stream, with scalars in host memory.
+    /// *During capture: free.*
     fn library_raw(&self, handle: HandleId) -> Result<RawHandle>;
 
     /// Sets the workspace of a cuBLAS handle (`InvalidHandle` for others), instead of cuBLAS's own; 0 bytes means none.

@@ -1,7 +1,7 @@
 //! The contract: what a GPU driver must offer, split by subject into object-safe traits.
 //!
 //! **For every method:**
-//! - It may be called from any thread, also one that never used a GPU. Its arguments determine the device; the calling
+//! - It may be called from any thread, even one that never used a GPU. Its arguments determine the device; the calling
 //!   thread's current device does not matter, and changes only in [`Devices::set_current_device`].
 //! - An unknown id, or one whose object is destroyed, gives [`InvalidHandle`]; a device number out of range gives
 //!   [`InvalidDevice`]. A failed call changes nothing, except captures: a forbidden call invalidates them, and a failed
@@ -57,7 +57,7 @@ use std::time::Duration;
 
 use crate::DevicePtr;
 
-/// A GPU driver: everything that Warpool needs of it.
+/// A GPU driver: all calls that Warpool makes.
 pub trait Driver:
     Devices
     + Streams

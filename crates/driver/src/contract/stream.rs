@@ -112,7 +112,7 @@ pub trait Streams {
     fn stream_wait_event(&self, stream: StreamId, event: EventId, scope: EventScope) -> Result<()>;
 
     /// Runs `callback` on a thread of the driver once the work before it is done; later work waits for it. It must not
-    /// call the driver (`NotPermitted`). A panic in it ends the callback and nothing else: work behind it goes on.
-    /// *During capture: stream.*
+    /// call the driver (`NotPermitted`). A panic in it ends the callback and nothing else: later work of the stream
+    /// runs. *During capture: stream.*
     fn stream_host_callback(&self, stream: StreamId, callback: HostCallback) -> Result<()>;
 }

@@ -1,8 +1,8 @@
 //! Suballocations: an allocator reports which parts of its memory are in use.
 //!
-//! A caching allocator gives one driver allocation to many users in turn, and the driver sees none of it. A driver that
-//! detects hazards needs these reports; other drivers ignore them. A report changes no behaviour and cannot fail. It is
-//! made under the lock of the allocator that makes it, and must not call an allocator.
+//! A caching allocator gives one driver allocation to many users in turn, without a driver call. A driver that detects
+//! hazards needs these reports; other drivers ignore them. A report changes no behaviour and cannot fail. It
+//! is made under the lock of the allocator, so an implementation must not call an allocator.
 
 use crate::{DevicePtr, StreamId};
 
@@ -13,7 +13,7 @@ pub trait Suballocations {
         false
     }
 
-    /// The range was allocated for work queued behind what is in `stream` now: earlier users of the range must have
+    /// The range was allocated for work queued after what is in `stream` now: earlier users of the range must have
     /// finished by then. *During capture: free.*
     fn suballocated(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
         let _ = (ptr, bytes, stream);

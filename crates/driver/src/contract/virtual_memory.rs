@@ -44,11 +44,11 @@ pub struct PhysicalOptions {
 /// A device's access to mapped memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// None.
+    /// No access.
     None,
-    /// Reads.
+    /// Read access.
     Read,
-    /// Reads and writes.
+    /// Read and write access.
     ReadWrite,
 }
 

@@ -22,9 +22,9 @@ pub type Arguments<'a> = &'a [(&'static str, Value<'a>)];
 /// What a call returned. For calls that fill a buffer, its bytes.
 pub type Outcome<'a> = std::result::Result<Value<'a>, &'a DriverError>;
 
-/// What is called around every call of a [`Hooked`] driver.
+/// Called before and after every call of a [`Hooked`] driver.
 pub trait Hook: Send + Sync {
-    /// What it keeps of a call from [`before`](Self::before) to [`after`](Self::after).
+    /// The state of a call from [`before`](Self::before) to [`after`](Self::after).
     type CallState;
 
     /// A call is about to be made to `inner`. If this returns an error, the call returns it: `inner` and

@@ -1,6 +1,6 @@
-//! A driver that logs every call. Two runs of one program on the same driver with the same seed give equal logs: what
-//! differs from run to run (addresses of this process, raw handles) is replaced by a number, and bytes by their count
-//! and a hash. Calls of several threads are in the order in which they ended.
+//! A driver that logs every call. Two runs of one program on the same driver with the same seed give equal logs: values
+//! that differ from run to run (addresses of this process, raw handles) are replaced by numbers, and bytes by their
+//! count and a hash. Calls of several threads are in the order in which they ended.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
@@ -72,7 +72,7 @@ pub struct PendingCall {
     change: Change,
 }
 
-/// What a call does to the numbers of host memory.
+/// The effect of a call on the numbers of host memory.
 #[derive(Clone, Copy, Debug)]
 enum Change {
     Nothing,
@@ -138,7 +138,7 @@ impl Hook for Recorder {
         self.push(state, LogEntry { call, arguments, outcome: "()".to_owned() });
     }
 
-    // The log contains everything the program did, also what the driver ignores.
+    // The log contains everything the program did, including reports that the driver ignores.
     fn tracks_suballocations(&self) -> bool {
         true
     }

@@ -44,7 +44,7 @@ pub enum Value<'a> {
     Opaque(&'static str),
 }
 
-/// What can be shown as a [`Value`].
+/// Types that can be shown as a [`Value`].
 pub(super) trait AsValue {
     fn as_value(&self) -> Value<'_>;
 }

@@ -8,7 +8,7 @@ const MIB: u64 = 1 << 20;
 /// The devices of a simulated driver, and its behaviour.
 #[derive(Clone, Debug)]
 pub struct SimConfig {
-    /// The seed of all randomness. The same seed and the same calls give the same run.
+    /// The seed of all random numbers. The same seed and the same calls give the same run.
     pub seed: u64,
     /// The devices, by number. Their `peers` say which can reach which.
     pub devices: Vec<SimDevice>,
@@ -21,15 +21,15 @@ pub struct SimConfig {
     /// Whether reading memory that was not written since its allocation is a hazard. Off by default: programs do that
     /// on purpose, when they copy more than they filled.
     pub check_uninitialized: bool,
-    /// What every byte of device memory contains before it is written. 0 by default; a real device gives out what
-    /// others left there.
+    /// The value of every byte of device memory before it is written. 0 by default; real device memory contains data of
+    /// earlier users.
     pub fresh_byte: u8,
     /// How many operations a stream's queue holds before a call that adds one waits, as with a real driver.
     pub queue_depth: usize,
     /// How many hazards are kept; further ones are only counted.
     pub max_hazards: usize,
-    /// Whether suballocations are tracked. Without it the simulation is faster, and cannot tell the users of one
-    /// allocation apart.
+    /// Whether suballocations are tracked. Without it the simulation is faster, but does not distinguish the users of
+    /// one allocation.
     pub track_suballocations: bool,
     /// Libraries that are reported as not installed.
     pub missing_libraries: Vec<Library>,
@@ -140,7 +140,7 @@ impl SimConfig {
         self
     }
 
-    /// Without tracking of suballocations.
+    /// Turns tracking of suballocations off.
     #[must_use]
     pub fn without_suballocation_tracking(mut self) -> Self {
         self.track_suballocations = false;

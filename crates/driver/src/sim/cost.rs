@@ -67,7 +67,7 @@ impl Latencies {
         self
     }
 
-    /// What `call` takes at its start: everything that does not depend on a size.
+    /// The time of `call` at its start: the part that does not depend on a size.
     pub(super) fn flat_nanos(&self, call: Call) -> u64 {
         match &self.by_call[call as usize] {
             Latency::BySize(_) if SIZED.contains(&call) => 0,
@@ -75,7 +75,7 @@ impl Latencies {
         }
     }
 
-    /// What `call` takes in addition, for its size.
+    /// The additional time of `call` for its size.
     pub(super) fn sized_nanos(&self, call: Call, bytes: u64) -> u64 {
         match &self.by_call[call as usize] {
             Latency::Flat(_) => 0,

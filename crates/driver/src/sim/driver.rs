@@ -88,7 +88,7 @@ impl SimDriver {
         self.now()
     }
 
-    /// What was remapped: mappings of physical memory that was mapped before, and their cost.
+    /// Remap counts: mappings of physical memory that was mapped before, and their cost.
     #[must_use]
     pub fn remap_counts(&self) -> RemapCounts {
         self.lock().memory.remap_counts()
@@ -220,7 +220,8 @@ impl SimDriver {
         state
     }
 
-    /// Lets virtual time pass until `is_over`, which is true once all of `awaited` is done. What of it is paused runs.
+    /// Lets virtual time pass until `is_over`, which is true once all of `awaited` is done. Paused operations among
+    /// them run.
     pub(in crate::sim) fn wait<'a>(
         &'a self,
         mut state: Guard<'a>,

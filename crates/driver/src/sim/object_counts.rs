@@ -1,6 +1,6 @@
 //! How many objects of each kind there are.
 
-/// How many objects of each kind there are. A program that leaks nothing ends with the counts that it began with.
+/// How many objects of each kind there are. A program without leaks ends with the counts that it began with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ObjectCounts {

@@ -1,5 +1,5 @@
-//! Randomness of the simulation: numbers that depend only on the seed and on where they are used, so that a run does
-//! not depend on the order in which they are drawn.
+//! The random number generator of the simulation. A number depends only on the seed and on where it is used, so a run
+//! does not depend on the order of the draws.
 
 /// A number drawn for operation `seq` of `timeline`; `salt` distinguishes several draws for one operation.
 pub fn draw(seed: u64, timeline: u64, seq: u64, salt: u64) -> u64 {

@@ -1,5 +1,5 @@
 //! The state of a simulated driver: everything that its lock protects, with lookups and rules that many calls share.
-//! What single calls do to it is in `api/`.
+//! The effects of single calls are in `api/`.
 
 use std::sync::{Arc, OnceLock};
 use std::thread::ThreadId;
@@ -95,7 +95,6 @@ impl SimState {
         self.current_call.number
     }
 
-    /// Counts all objects.
     pub fn object_counts(&self) -> ObjectCounts {
         let (graphs, graph_execs) = self.graphs.counts();
         let mut counts = ObjectCounts {
@@ -187,7 +186,7 @@ impl SimState {
         }
     }
 
-    /// One user of a template less. With the last one, the addresses that its nodes allocated are released.
+    /// Drops one reference to a template. The last one releases the addresses that its nodes allocated.
     pub fn release_template(&mut self, template: Arc<Template>) {
         let Ok(template) = Arc::try_unwrap(template) else { return };
         self.captures.graph_destroyed();
@@ -314,7 +313,7 @@ impl SimState {
         }
     }
 
-    /// How long a kernel takes by its own account, or else by the cost model.
+    /// How long a kernel takes: by its own `nanos` function if it has one, else by the cost model.
     pub fn kernel_nanos(&self, kernel: &KernelWork) -> u64 {
         match kernel.host.nanos {
             Some(nanos) => nanos(&kernel.shape, &kernel.args),

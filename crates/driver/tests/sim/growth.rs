@@ -5,7 +5,7 @@ use crate::fixture::DEVICE;
 use warpool_driver::sim::{SimConfig, SimDriver, steps_taken};
 use warpool_driver::*;
 
-/// What the other streams have done before.
+/// The earlier work of the other streams.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Others {
     Idle,
@@ -39,7 +39,7 @@ fn steps_beside(count: usize, others: Others, non_blocking: bool) -> Result<Vec<
     }
     let mut counts = Vec::new();
     let mut count = |name, act: &mut dyn FnMut() -> Result<()>| -> Result<()> {
-        // Once before: what has changed since the last such call is part of the work asked for.
+        // The first two rounds are not counted: they also pay for what changed since the last such call.
         for round in 0..3 {
             let before = steps_taken();
             act()?;

@@ -5,7 +5,7 @@ use crate::fixture::{DEVICE, Fixture, KERNELS, WORDS};
 use warpool_driver::sim::{HazardKind, SimConfig};
 use warpool_driver::*;
 
-/// A kernel that runs for as long as its argument says.
+/// A kernel whose argument is its duration.
 static TIMED: KernelSource = KernelSource {
     name: "timed",
     cuda: "",

@@ -1,4 +1,5 @@
-//! What virtual memory calls cost, per handle, and what of it is remapping: mapping memory that was mapped before.
+//! The cost of virtual memory calls per handle, and the part of it that is remapping: mapping memory that was mapped
+//! before.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -91,7 +92,7 @@ fn unmapping_first_and_mapping_later_is_remapping() -> Result<()> {
     assert_eq!(gpu.remap_counts(), RemapCounts::default(), "it may be released next");
     gpu.vm_map(base.offset(PAGE), moved)?;
     assert_eq!(gpu.remap_counts(), counted(1, UNMAP + MAP));
-    // With growth in the same call.
+    // Together with new memory, in the same call.
     gpu.vm_map(base.offset(2 * PAGE), page(&gpu)?)?;
     gpu.vm_set_access(base.offset(PAGE), 2 * PAGE, ALL)?;
     assert_eq!(gpu.remap_counts(), counted(1, UNMAP + MAP + SET_ACCESS));

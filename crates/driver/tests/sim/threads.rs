@@ -13,7 +13,7 @@ use warpool_driver::*;
 
 const THREADS: u64 = 8;
 
-/// What the threads share.
+/// The state shared by the threads.
 struct Shared {
     gpu: SimDriver,
     /// Every thread records, waits for, queries and replaces these.

@@ -33,7 +33,7 @@ impl Set {
 /// Names an operation: the step, and the node of a launched graph.
 pub type Name = (usize, Option<u32>);
 
-/// What only the run can tell.
+/// Outcomes that only the run shows.
 #[derive(Clone, Copy, Default)]
 pub struct Outcome {
     /// The call was refused.
@@ -42,7 +42,6 @@ pub struct Outcome {
     pub done: bool,
 }
 
-/// The kind of a conflict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConflictKind {
     /// Two unordered accesses.
@@ -51,7 +50,7 @@ pub enum ConflictKind {
     Free,
     /// An access after an allocator freed the bytes; for a launch, also if the bytes were freed since its capture.
     Freed,
-    /// An access that a new owner is not behind.
+    /// An access that the work of the block's new owner is not ordered after.
     Reused,
 }
 

@@ -46,7 +46,7 @@ impl Span {
     }
 }
 
-/// What a step does to memory.
+/// The effect of a step on memory.
 #[derive(Clone, Copy)]
 pub enum Operation {
     Fill {
@@ -219,7 +219,7 @@ impl Generator {
         }
     }
 
-    /// Adds a step, after the waits that it needs, as far as the program is careful.
+    /// Adds a step, after the waits that it needs, if the program is careful.
     fn add(&mut self, step: Step) {
         for _ in 0..64 {
             let mut trial = self.model.clone();

@@ -15,7 +15,7 @@ use crate::input::Source;
 use crate::options::Options;
 use crate::work::{Stage, Work};
 
-/// What is asked of both recordings.
+/// The options for both recordings.
 struct Asked {
     at: MomentChoice,
     frameworks: Frameworks,

@@ -1,4 +1,4 @@
-//! The commands, each as the command line has it: the same options, the same objects.
+//! The commands, with the same options and the same JSON objects as on the command line.
 
 mod diff;
 mod explain;

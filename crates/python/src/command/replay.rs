@@ -63,7 +63,7 @@ pub fn answer(mut options: Options, source: &Source<'_>, work: &Work) -> Result<
             };
             reports.iter().map(|report| object(path, &reading, report)).collect()
         }
-        // Nothing can be replayed, but there is something to tell.
+        // Nothing can be replayed, but the segments can be reported.
         Err(ReplayError::NoHistory) if !snapshot.segments.is_empty() && !asks_what_if => {
             segment_totals(snapshot).iter().map(|totals| segments_object(path, totals)).collect()
         }

@@ -11,7 +11,7 @@ use warpool_trace::explain::{
 use super::prose;
 use crate::replay::in_force_object;
 
-/// The version of the schema, which is raised when a key changes its meaning or goes.
+/// The version of the schema, which is raised when a key changes its meaning or is removed.
 pub const SCHEMA_VERSION: u32 = 2;
 
 /// How many groups of holders an object has.
@@ -69,7 +69,7 @@ pub fn object(file: &Path, explanation: &Explanation) -> Value {
     })
 }
 
-/// The blocks one by one; `null` if they were not asked for.
+/// The blocks one by one; `null` if they were not requested.
 fn blocks_list(moment: &Moment) -> Value {
     let object = |block: &AllocatedBlock| {
         json!({

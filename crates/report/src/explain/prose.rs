@@ -125,7 +125,7 @@ fn on_device(on: &OnDevice) -> String {
     format!("On a device of {device} the recorded requests do not fit{orders}{failed}.")
 }
 
-/// What was requested, allocated and reserved, and of how much.
+/// The requested, allocated and reserved bytes, and the device's total.
 fn memory(explanation: &Explanation) -> String {
     let moment = explanation.moment();
     if explanation.peaks.is_none() {

@@ -7,7 +7,7 @@ use base64::engine::general_purpose::STANDARD;
 use flate2::Compression;
 use flate2::write::DeflateEncoder;
 
-/// Columns, one behind the other.
+/// Columns, one after the other.
 #[derive(Default)]
 pub struct Columns(Vec<u8>);
 

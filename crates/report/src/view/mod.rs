@@ -18,7 +18,7 @@ pub use sections::{DevicePart, Section};
 
 /// No page is larger: beyond that it keeps fewer of the small allocations, and samples less often.
 pub const BYTES_MAX: usize = 30_000_000;
-/// More than the page has beside its data.
+/// More than the size of the page without its data.
 const SOURCES_BYTES: usize = 200_000;
 
 /// The page of a recording. If it would be too large, detail of the timelines is left out.
@@ -32,8 +32,8 @@ pub fn page(title: &str, timelines: &mut [Timeline], snapshot: &Snapshot, framew
     Page { title: title.to_owned(), manifest: json!({ "title": title, "devices": devices }), sections }
 }
 
-/// The parts of all devices, with less detail until they are small enough together. Encoding takes most of the time,
-/// so how often the detail is halved is estimated, and what comes of it encoded again.
+/// The parts of all devices, with less detail until they are small enough together. Encoding takes most of the time, so
+/// the number of halvings is estimated, and the result is encoded again.
 pub fn device_parts(
     found: &mut [Timeline],
     snapshot: &Snapshot,

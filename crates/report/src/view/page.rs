@@ -12,7 +12,7 @@ macro_rules! scripts {
     ($($file:literal)*) => { [$(include_str!(concat!("../../page/", $file)),)*] };
 }
 
-/// The scripts, each behind those that it imports.
+/// The scripts, each after those that it imports.
 const SCRIPTS: [&str; 27] = scripts!(
     "format.js" "dom.js" "decode.js" "recording.js" "theme.js" "colours.js" "canvas.js" "tooltip.js" "view.js"
     "search.js" "columns.js" "layers.js" "timeline.js" "bands.js" "map.js" "pin.js" "flame.js" "holders.js"
@@ -22,21 +22,21 @@ const SCRIPTS: [&str; 27] = scripts!(
 const STYLE: &str = include_str!("../../page/style.css");
 const TEMPLATE: &str = include_str!("../../page/index.html");
 
-/// How a page begins. It tells our pages from other files.
+/// The start of a page, which distinguishes our pages from other files.
 const START: &str = "<!doctype html>\n<!-- warpool report";
 
 /// A page to be written.
 pub struct Page {
     /// The title.
     pub title: String,
-    /// What the script is told.
+    /// The data for the script.
     pub manifest: Value,
     /// The data.
     pub sections: Vec<Section>,
 }
 
 impl Page {
-    /// Writes the page to a file, all or nothing. A page that is there is replaced, any other file is not. Returns its
+    /// Writes the page to a file, all or nothing. An existing page is replaced, any other file is not. Returns its
     /// size.
     ///
     /// # Errors
@@ -127,7 +127,7 @@ fn is_page(file: &Path) -> io::Result<bool> {
     Ok(start.is_empty() || start == START.as_bytes())
 }
 
-/// A name beside the file, of this process.
+/// A file name in the same folder, unique to this process.
 fn draft_name(file: &Path) -> PathBuf {
     let mut name = file.file_name().unwrap_or_default().to_owned();
     name.push(format!(".{}.part", std::process::id()));

@@ -13,7 +13,7 @@ use super::columns::Columns;
 use super::figures;
 use crate::explain::{advice_object, headline, sentences};
 
-/// At most so many marks are drawn; a program that catches its failures may have many.
+/// The maximum number of marks that are drawn; a program that catches out-of-memory errors may have many.
 const MARKS_MAX: usize = 4096;
 
 /// Names of regions and texts of the program are cut to this many characters.
@@ -28,23 +28,23 @@ pub struct Section {
     pub text: String,
 }
 
-/// What the page needs of one device: its sections, and what the script is told about them.
+/// The part of the page for one device: its sections, and their description for the script.
 pub struct DevicePart {
     /// Its sections.
     pub sections: Vec<Section>,
-    /// What the script is told about them.
+    /// Their description for the script.
     pub info: Value,
 }
 
 impl DevicePart {
-    /// What it takes in the page.
+    /// Its size in the page.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let sections: usize = self.sections.iter().map(|section| section.text.len() + 100).sum();
         sections + self.info.to_string().len()
     }
 
-    /// What of it gets less with less detail.
+    /// The bytes that shrink with less detail.
     #[must_use]
     pub fn bytes_of_detail(&self) -> usize {
         let is_detail = |id: &str| id.ends_with(".allocations") || id.contains(".level");

@@ -124,7 +124,7 @@ impl Run<'_> {
         (!self.held.is_empty()).then(|| self.context.rng.below(self.held.len()))
     }
 
-    /// Another stream reads or writes a block; recorded, or joined.
+    /// Another stream reads or writes a block; the use is recorded or joined.
     pub fn use_elsewhere(&mut self) {
         let Some(at) = self.any_held() else { return };
         let owner = self.held[at].stream.clone();
@@ -184,7 +184,7 @@ impl Run<'_> {
         self.free_unchecked(held);
     }
 
-    /// Frees a block, in one of the ways that there are. It is freed also if that fails.
+    /// Frees a block, in one of several ways. It is freed even if the call fails.
     pub fn free_unchecked(&mut self, held: Held) {
         let (ptr, way) = (held.ptr(), self.context.rng.below(3));
         self.context.step(format!("free block {} at {ptr}, way {way}", held.tag));

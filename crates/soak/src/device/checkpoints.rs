@@ -20,7 +20,7 @@ impl Run<'_> {
         caching.set_caching(true);
         let device = self.context.rng.below(DEVICES);
         let Some(stream) = self.idle_stream(device) else { return };
-        // Then it may also have blocks of others, which a restoration leaves alone.
+        // With `use_on_oom` the pool may also have blocks of others, which a restoration does not touch.
         let use_on_oom = self.context.rng.one_in(2);
         let options = PoolOptions { use_on_oom, ..PoolOptions::default() };
         let pool = MemPool::new(&self.subject.allocator, &self.machine.device(device), options).unwrap();
@@ -73,7 +73,7 @@ impl Run<'_> {
         }
     }
 
-    /// A checkpoint, unless freed blocks of the pool still wait for streams.
+    /// A checkpoint, unless blocks of the pool are still pending free.
     fn save(&mut self, device: usize, pool: MemPoolId) -> Option<PoolCheckpoint> {
         if self.context.rng.one_in(2) {
             self.machine.synchronize();
@@ -95,7 +95,8 @@ impl Run<'_> {
         let restored = match self.machine.settle(self.context, armed, outcome, refused) {
             Outcome::Done(restored) => restored,
             Outcome::Panicked => {
-                // If it was done, nobody has the restored blocks: they are freed. The others are stale.
+                // If the restoration was done, nobody has the restored blocks, so they are freed. The other blocks are
+                // stale.
                 if !self.table.has_current(&*self.subject.allocator) {
                     for held in std::mem::take(blocks) {
                         self.table.remove(held.ptr());
@@ -123,7 +124,7 @@ impl Run<'_> {
         for allocation in restored.allocated {
             self.restored(allocation, blocks, stream);
         }
-        // What lies beside them and is still used is counted as allocated, and freed at once.
+        // Blocks between them that are still used are counted as allocated, and freed at once.
         self.table.undone(&*self.subject.allocator, freed.len() + 1);
     }
 

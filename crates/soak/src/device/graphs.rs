@@ -42,7 +42,7 @@ struct Captured {
     body: Body,
 }
 
-/// What a capture made.
+/// The blocks of a capture.
 #[derive(Default)]
 struct Body {
     /// Blocks that the graph allocated and owns, with their tags.
@@ -66,7 +66,7 @@ impl Run<'_> {
         let options = GraphOptions { keep_graph: self.context.rng.one_in(3) };
         let mut graph = Graph::new(&self.subject.allocator, &self.machine.device(device), options).unwrap();
         let mut body = Body::default();
-        // Inputs are written before, in the order of any stream that it is replayed on.
+        // Inputs are written before the capture, ordered before any stream that the graph is replayed on.
         for _ in 0..self.context.rng.below(3) {
             let Some(held) = self.allocate_on(&root, None) else { continue };
             let tag = held.tag;
@@ -117,14 +117,14 @@ impl Run<'_> {
         (mode, None)
     }
 
-    /// A pool for one graph that would lend its memory, if no graph used it.
+    /// A pool for one graph with `use_on_oom`: it would lend its memory, but not while a graph uses it.
     fn lent_pool(&mut self, device: usize, wanted: bool) -> Option<MemPool> {
         let options = PoolOptions { use_on_oom: true, ..PoolOptions::default() };
         let is_drawn = wanted && self.subject.caching.is_some() && self.context.rng.one_in(3);
         is_drawn.then(|| MemPool::new(&self.subject.allocator, &self.machine.device(device), options).unwrap())
     }
 
-    /// Raw calls do not free what a graph owns.
+    /// Checks that raw calls do not free a block that a graph owns.
     pub fn free_owned(&self, at: usize) {
         if self.subject.caching.is_none() && self.subject.paged.is_none() {
             return;
@@ -135,7 +135,7 @@ impl Run<'_> {
         }
     }
 
-    /// The block of a held one.
+    /// The owned block of a held allocation.
     fn owned_block(&self, held: Held) -> DeviceBlock {
         match held.owned {
             Owned::Block(block) => block,
@@ -143,7 +143,7 @@ impl Run<'_> {
         }
     }
 
-    /// What is captured. Gives up with an error or a panic in some captures.
+    /// The body of the capture. In some captures it gives up with an error or a panic.
     fn body(&mut self, capture: &mut Capture<'_>, body: &mut Body, gave_up: &mut bool) -> Result<()> {
         self.capturing = vec![capture.stream().clone()];
         let mut forks: Vec<Fork> = Vec::new();
@@ -303,7 +303,8 @@ impl Run<'_> {
         if self.context.rng.one_in(2) {
             let _ = self.machine.call(self.context, || graph.reset());
         }
-        // What the program leaves is not reused before the last replay either: its pool is the graph's.
+        // Blocks that the program did not free are not reused before the last replay either: they are in the graph's
+        // pool.
         if self.context.rng.one_in(4)
             && let Some(last) = self.graphs.last_replay(device, pool)
         {
@@ -314,7 +315,7 @@ impl Run<'_> {
         drop(lent);
     }
 
-    /// Frees what a capture made. Contents are unknown: another graph of the pool may have been replayed.
+    /// Frees the blocks of a capture. Their contents are unknown: another graph of the pool may have been replayed.
     fn end_body(&mut self, body: Body) {
         let Body { owned, left, shared, moved } = body;
         for (_, ptr, _, _) in owned {

@@ -24,7 +24,7 @@ use crate::table::Table;
 const DEVICES: usize = 2;
 const STREAMS: usize = 3;
 
-/// What a program mostly does.
+/// The main activity of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mix {
     /// Allocates and frees, on any allocator.
@@ -44,7 +44,7 @@ struct Run<'a> {
     scopes: Vec<PoolScope>,
     /// Streams that take part in the current capture.
     capturing: Vec<Stream>,
-    /// What each device may reserve at most, if that is known.
+    /// The memory limit of each device, if it is known.
     limits: [Option<u64>; DEVICES],
     /// Whether each device may access the other's memory.
     peers: bool,
@@ -182,7 +182,7 @@ impl Run<'_> {
         }
     }
 
-    /// Work of a stream is delayed, or goes on, or a host callback is put into it.
+    /// Pauses or resumes a stream, or queues a host callback in it.
     fn delay_work(&mut self) {
         let device = self.context.rng.below(DEVICES);
         let stream = self.machine.stream(device, self.context.rng.below(STREAMS));

@@ -34,8 +34,8 @@ impl Run<'_> {
             caching.set_memory_cap(device, cap).unwrap();
             let total = self.machine.sim.mem_info(device).unwrap().bytes_total;
             let limit = cap.unwrap_or(u64::MAX).min((total as f64 * fraction).ceil() as u64);
-            // What is reserved stays, and an expandable segment is mapped in chunks, as PyTorch maps it: the last one
-            // may reach beyond the limit.
+            // Reserved memory stays reserved, and an expandable segment is mapped in chunks, as in PyTorch: the last
+            // chunk may exceed the limit.
             let reserved = caching.stats(device).unwrap().reserved_bytes.all.current;
             let is_exact = !caching.settings().expandable_segments;
             self.limits[device.0 as usize] = is_exact.then_some(limit.max(reserved));

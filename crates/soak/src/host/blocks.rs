@@ -68,7 +68,7 @@ impl Run<'_> {
         self.next_tag.wrapping_mul(0x0103_0507)
     }
 
-    /// A size of any order of magnitude, often at a limit, often one that was used before.
+    /// A size of any order of magnitude, often at a boundary, often one that was used before.
     pub fn bytes(&mut self) -> u64 {
         let bytes = match self.context.rng.below(8) {
             0 => self.context.rng.pick(&[1, 64, 512, 513, 4096, 64 * KIB, MIB, MIB + 1, 2 * MIB]),
@@ -120,7 +120,7 @@ impl Run<'_> {
         assert!(self.ranges.remove(&ptr.0).is_some(), "no block is allocated at {ptr}");
     }
 
-    /// A stream copies a block's ends, out of it or into it, ordered with the others that use it.
+    /// A stream copies a block's ends, from or to the block, ordered with other streams that use it.
     pub fn use_on_stream(&mut self) {
         if self.live.is_empty() {
             return;

@@ -1,5 +1,5 @@
 //! Steps with graphs that use pinned memory: the content that a graph copies is written once, in the capture; every
-//! replay must read it, also after the block was freed.
+//! replay must read it, even after the block was freed.
 
 use std::sync::Arc;
 

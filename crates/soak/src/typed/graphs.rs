@@ -1,4 +1,4 @@
-//! Graphs with typed work, on the stream of the capture and on forks of it.
+//! Graphs with typed work, on the capturing stream and on its forks.
 
 use warpool::Stream;
 use warpool::driver::CaptureMode;
@@ -11,7 +11,7 @@ use crate::machine::Outcome;
 
 pub struct Captured {
     graph: Graph,
-    /// What a replay does, in this order.
+    /// The operations of a replay, in order.
     operations: Vec<Operation>,
 }
 
@@ -85,7 +85,7 @@ impl Run<'_> {
         self.check_offsets();
     }
 
-    /// Both generators have drawn as much.
+    /// Checks that both generators have the same offset.
     fn check_offsets(&self) {
         let offsets = [&self.generator, &self.twin].map(|generator| generator.offset().unwrap());
         assert_eq!(offsets[0], offsets[1], "the offset of the generator, and of one that drew the same without graphs");

@@ -1,6 +1,6 @@
 //! Programs over typed memory: copies, fills, kernels and random numbers on parts of vectors, in several streams and in
-//! graphs. Typed calls order themselves, so every program has the contents that its calls give one after the other; a
-//! model on the host has them too, and they are compared.
+//! graphs. Typed calls order themselves, so the contents are those of making all calls one after the other. They are
+//! compared with a model on the host.
 
 mod graphs;
 mod operation;
@@ -34,7 +34,7 @@ struct Run<'a> {
     twin: Generator,
     /// By number.
     vectors: BTreeMap<usize, DeviceVec<u32>>,
-    /// What each vector contains. Graphs may use one that the program has dropped.
+    /// The contents of each vector. Graphs may use one that the program has dropped.
     models: BTreeMap<usize, Vec<u32>>,
     pinned: Vec<Pinned>,
     graphs: Vec<Captured>,
@@ -133,7 +133,7 @@ impl Run<'_> {
         let stream = self.any_stream();
         self.context.step(format!("{operation:?} in {}", stream.id()));
         if let Operation::Random { .. } = operation {
-            // Without faults: then the twin draws as much.
+            // Without faults, so that the twin draws the same amount.
             self.queue(&operation, &stream).unwrap();
             return self.apply(&operation);
         }

@@ -6,7 +6,7 @@ use warpool::{DeviceVec, Result, Stream};
 
 use super::Run;
 
-/// What a typed call does.
+/// An operation of a typed call.
 #[derive(Clone, Debug)]
 pub enum Operation {
     Fill {
@@ -50,7 +50,7 @@ impl Operation {
         }
     }
 
-    /// The vector that it reads beside that, if there is one.
+    /// The other vector that it reads, if there is one.
     pub fn source(&self) -> Option<usize> {
         match *self {
             Self::Copy { from, .. } | Self::Add { from, .. } => Some(from),
@@ -123,7 +123,7 @@ impl Run<'_> {
         }
     }
 
-    /// What it does to the model.
+    /// Applies it to the model.
     pub fn apply(&mut self, operation: &Operation) {
         let drawn = match operation {
             Operation::Random { to } => self.draw_twin(self.models[to].len()),
@@ -150,7 +150,7 @@ impl Run<'_> {
         }
     }
 
-    /// The numbers that the generator has drawn, by its twin.
+    /// Draws from the twin the numbers that the generator has drawn.
     fn draw_twin(&self, len: usize) -> Vec<u32> {
         let stream = self.machine.stream(0, 0);
         let mut drawn = DeviceVec::<u32>::zeroed(&self.subject.allocator, len, stream).unwrap();

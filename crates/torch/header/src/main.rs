@@ -1,4 +1,5 @@
-//! The C header of the shared object, generated from its functions. `.ci/run` checks that the committed one is that:
+//! The C header of the shared object, generated from its functions. `.ci/run` checks that the committed header is up to
+//! date:
 //!
 //! ```sh
 //! cargo run --manifest-path crates/torch/header/Cargo.toml -- check   # exit status 1 if it is out of date

@@ -46,7 +46,7 @@ fn allocate(bytes: usize, device: c_int, stream: ForeignStream) -> *mut c_void {
     allocated.map_or(std::ptr::null_mut(), c_pointer)
 }
 
-/// Allocates `bytes` at `ptr`, out of a free block of the same stream and pool that contains it. Never asks the driver.
+/// Allocates `bytes` at `ptr`, out of a free block of the same stream and pool that contains it. Makes no driver call.
 ///
 /// # Safety
 /// As for `warpool_allocate`.
@@ -86,7 +86,7 @@ pub unsafe extern "C" fn warpool_free_block(ptr: *mut c_void) -> c_int {
     match boundary::attempt(|| runtime::free_cached(device_ptr(ptr)).then_some(())) {
         Ok(Some(())) => 0,
         Ok(None) => free_block(device_ptr(ptr)),
-        // It may be freed already: not a second time.
+        // It may already be freed, so it is not freed again.
         Err(_) => 1,
     }
 }

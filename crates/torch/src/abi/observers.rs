@@ -89,7 +89,7 @@ pub unsafe extern "C" fn warpool_attach_tracker(track: EntryObserver, user: *mut
 }
 
 impl User {
-    /// The whole of it: a closure that names a field captures the field alone.
+    /// The whole value: a closure that names a field captures only the field.
     fn whole(&self) -> &Self {
         self
     }
@@ -105,13 +105,13 @@ pub struct OomEntry {
     pub is_rejection: bool,
     /// What was, or would have been, requested from the driver.
     pub requested: usize,
-    /// What is allocated.
+    /// The allocated bytes.
     pub allocated: usize,
     /// What may be reserved: the device's memory, or the limit that is set.
     pub limit: usize,
     /// The device's memory.
     pub bytes_total: usize,
-    /// What of it is free.
+    /// The device's free memory.
     pub bytes_free: usize,
 }
 

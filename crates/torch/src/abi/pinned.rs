@@ -21,7 +21,7 @@ use crate::torch_pool::TorchPoolId;
 pub struct PinnedBlock {
     /// Its address.
     pub ptr: *mut c_void,
-    /// What frees it, with `warpool_pinned_free`.
+    /// The argument of `warpool_pinned_free`.
     pub block: *mut c_void,
 }
 
@@ -114,7 +114,7 @@ pub unsafe extern "C" fn warpool_pinned_record_use(
     })
 }
 
-/// Unpins what is cached, and what graphs used that are gone.
+/// Unpins cached memory, and memory that destroyed graphs used.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_pinned_empty_cache() -> c_int {
     boundary::status(|| runtime::get()?.pinned.empty_cache())
@@ -144,7 +144,7 @@ pub extern "C" fn warpool_pinned_pool_end(pool: TorchPoolId) -> c_int {
     boundary::status(|| runtime::get()?.pinned.end(pool))
 }
 
-/// Ends a use of the pool: a graph is gone.
+/// Ends a use of the pool: a graph was destroyed.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_pinned_pool_release(pool: TorchPoolId) -> c_int {
     boundary::status(|| runtime::get()?.pinned.release(pool))

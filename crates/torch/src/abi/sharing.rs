@@ -10,9 +10,9 @@ use crate::runtime;
 /// Gets a handle of `length` bytes, which are valid during the call, and an offset.
 pub type WriteHandle = Option<unsafe extern "C" fn(user: *mut c_void, handle: *const u8, length: usize, offset: usize)>;
 
-/// Calls `write` once with how another process can open the memory at `ptr`: the handle of the memory that it is in,
-/// and where it begins there. The block must stay allocated as long as others use it. `torch_version` is the version of
-/// the handles of PyTorch's own allocator, with which processes can open it too: 2, since PyTorch 2.13 3.
+/// Calls `write` once with what another process needs to open the memory at `ptr`: the handle of the memory that
+/// contains it, and its offset there. The block must stay allocated as long as others use it. `torch_version` is the
+/// version of the handles of PyTorch's own allocator, with which processes can open it too: 2, since PyTorch 2.13 3.
 ///
 /// # Safety
 /// `write` is NULL, which is an error, or can be called with `user`.
@@ -57,8 +57,8 @@ pub unsafe extern "C" fn warpool_open_shared(
     })
 }
 
-/// Ends a use of opened memory; after the last it is closed, behind all work of the device, or if a pool is open, by a
-/// later call. In a forked child nothing happens.
+/// Ends a use of opened memory. After the last use it is closed, once all work of the device is done; if a pool is
+/// open, a later call closes it. In a forked child nothing happens.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_close_shared(ptr: *mut c_void) -> c_int {
     boundary::status(|| match runtime::get() {

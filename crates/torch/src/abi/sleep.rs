@@ -1,4 +1,4 @@
-//! Memory that sleeps and wakes: tags, and what has them.
+//! Memory that sleeps and wakes, by tags.
 
 use std::ffi::{c_char, c_int};
 
@@ -10,14 +10,14 @@ use crate::error::{Error, Result};
 use crate::runtime;
 use crate::tags::NAME_BYTES_MAX;
 
-/// How many bytes a tag's name has at most, with the null character.
+/// The maximum size of a tag's name in bytes, with the null character.
 pub const WARPOOL_TAG_NAME_LENGTH: usize = 64;
 
 const _: () = assert!(NAME_BYTES_MAX < WARPOOL_TAG_NAME_LENGTH, "a name fits, with its end");
 
 /// Requests of the calling thread on the device carry the tag from here on, until `warpool_tag_end`: its memory can
 /// sleep. Scopes may be nested and open in any number of threads; the newest of the thread counts. A pool of PyTorch's
-/// that is open for the request comes first. Writes to `scope` what ends it.
+/// that is open for the request comes first. Writes the scope for `warpool_tag_end` to `scope`.
 ///
 /// # Safety
 /// `tag` is NULL, which is an error, or a null-terminated string. `scope` is NULL, which is an error, or writable.
@@ -49,7 +49,7 @@ pub struct SleepTotals {
     pub changed: i64,
     /// How many were in that state already.
     pub unchanged: i64,
-    /// Bytes of device memory that the driver got, or gave.
+    /// Bytes of device memory that were returned to the driver, or taken from it.
     pub bytes_device: i64,
     /// Bytes that were copied to the host, or back.
     pub bytes_copied: i64,
@@ -77,7 +77,7 @@ fn totals(report: &SleepReport) -> SleepTotals {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_prepare_sleep(tags: *const *const c_char, count: usize, bytes: *mut i64) -> c_int {
     boundary::status(|| {
-        // SAFETY: null or so many strings by this function's contract.
+        // SAFETY: null or `count` strings by this function's contract.
         let tags = unsafe { names(tags, count) }?;
         let prepared = runtime::get()?.prepare_sleep(tags.as_deref())?;
         if bytes.is_null() {
@@ -88,9 +88,9 @@ pub unsafe extern "C" fn warpool_prepare_sleep(tags: *const *const c_char, count
     })
 }
 
-/// Puts the memory of tags to sleep, on all devices, all of it or none: the contents go to pinned host memory, or are
-/// dropped if `keep` is 0; the physical memory goes to the driver; addresses stay. `tags` has `count` names; NULL is
-/// all tags. Waits for all work of the devices. Writes to `done`, unless it is NULL, what was done.
+/// Puts the memory of tags to sleep, on all devices, all or nothing: the contents are copied to pinned host memory, or
+/// dropped if `keep` is 0; the physical memory is returned to the driver; addresses stay reserved. `tags` has `count`
+/// names; NULL is all tags. Waits for all work of the devices. Writes to `done`, unless it is NULL, what was done.
 ///
 /// # Safety
 /// `tags` is NULL or points to `count` null-terminated strings. `done` is NULL or writable.
@@ -102,7 +102,7 @@ pub unsafe extern "C" fn warpool_sleep(
     done: *mut SleepTotals,
 ) -> c_int {
     boundary::status(|| {
-        // SAFETY: null or so many strings by this function's contract.
+        // SAFETY: null or `count` strings by this function's contract.
         let tags = unsafe { names(tags, count) }?;
         let keep = if keep == 0 { Keep::Discard } else { Keep::Host };
         let report = runtime::get()?.sleep(tags.as_deref(), keep)?;
@@ -114,7 +114,7 @@ pub unsafe extern "C" fn warpool_sleep(
     })
 }
 
-/// Wakes the memory of tags, on all devices, all of it or none: at the same addresses, with the contents, or zeroed if
+/// Wakes the memory of tags, on all devices, all or nothing: at the same addresses, with the contents, or zeroed if
 /// they were dropped. `tags` has `count` names; NULL is all tags. Writes to `done`, unless it is NULL, what was done.
 ///
 /// # Safety
@@ -122,7 +122,7 @@ pub unsafe extern "C" fn warpool_sleep(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_wake(tags: *const *const c_char, count: usize, done: *mut SleepTotals) -> c_int {
     boundary::status(|| {
-        // SAFETY: null or so many strings by this function's contract.
+        // SAFETY: null or `count` strings by this function's contract.
         let tags = unsafe { names(tags, count) }?;
         let report = runtime::get()?.wake(tags.as_deref())?;
         if done.is_null() {

@@ -24,11 +24,11 @@ pub struct SegmentEntry {
     pub address: usize,
     /// Its size.
     pub total_size: usize,
-    /// What of it is allocated.
+    /// Its allocated bytes.
     pub allocated_size: usize,
-    /// What of it is allocated or pending free.
+    /// Its bytes that are allocated or pending free.
     pub active_size: usize,
-    /// What was requested of it.
+    /// Its requested bytes.
     pub requested_size: usize,
     /// Its stream, a `cudaStream_t`.
     pub stream: *mut c_void,

@@ -17,7 +17,7 @@ struct State {
 }
 
 impl Annotations {
-    /// Keeps so many from here on; 0 drops all.
+    /// Keeps the newest `limit` from here on; 0 drops all.
     pub(crate) fn set_limit(&self, limit: usize) {
         let mut state = self.lock();
         state.limit = limit;

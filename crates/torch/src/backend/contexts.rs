@@ -1,8 +1,8 @@
 //! Call stacks that PyTorch collects and symbolizes itself. Here a stack is an opaque context: a [`Stack`] with one
 //! frame whose line is its address.
 //!
-//! A context is released when no history entry, block or segment refers to it any more. That is found out from time to
-//! time: when as many were collected as were alive last time, and when the history is switched.
+//! A context is released when no history entry, block or segment refers to it any more. That is checked from time to
+//! time: when the number of contexts has doubled since the last check, and when the history is switched.
 
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -66,7 +66,7 @@ impl Contexts {
         Some(stack)
     }
 
-    /// Releases what nothing refers to any more, if there are at least `limit` contexts.
+    /// Releases contexts that nothing refers to any more, if there are at least `limit` contexts.
     fn release_unused(&self, limit: usize) {
         let mut unused = Vec::new();
         {

@@ -10,7 +10,7 @@ use warpool_driver::{DeviceId, DevicePtr, Driver};
 use super::relaxed;
 use crate::error::Result;
 
-/// What was allocated while caching was off.
+/// Memory that was allocated while caching was off.
 #[derive(Debug, Default)]
 pub(crate) struct Direct {
     off: AtomicBool,
@@ -43,7 +43,7 @@ impl Direct {
         self.count.load(Ordering::Acquire) > 0
     }
 
-    /// Frees what starts at `ptr`, if it was allocated here. Returns whether it was.
+    /// Frees the block that starts at `ptr`, if it was allocated here. Returns whether it was.
     pub(crate) fn free(&self, driver: &dyn Driver, ptr: DevicePtr) -> Result<bool> {
         if !self.lock().remove(&ptr.0) {
             return Ok(false);

@@ -27,7 +27,7 @@ impl Filter {
         Self { matches, delete, user }
     }
 
-    /// Whether it accepts a stream. What `stream` points to is between the caller and the C++ layer.
+    /// Whether it accepts a stream. The caller and the C++ layer agree on what `stream` points to.
     pub(crate) fn matches(&self, stream: *const c_void) -> Result<bool> {
         // SAFETY: callable by the contract of `new`.
         match unsafe { (self.matches)(self.user, stream) } {

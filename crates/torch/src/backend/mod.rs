@@ -1,5 +1,5 @@
-//! What PyTorch's own allocator class needs beyond allocating and freeing: pools with PyTorch's ids and filters, call
-//! stacks that PyTorch collects, annotations, pinned memory, and memory of other processes. The C++ layer
+//! The operations of PyTorch's own allocator class beyond allocating and freeing: pools with PyTorch's ids and filters,
+//! call stacks that PyTorch collects, annotations, pinned memory, and memory of other processes. The C++ layer
 //! (`python/warpool/cpp`) calls it through `abi/`.
 
 mod annotations;

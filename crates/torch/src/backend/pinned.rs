@@ -1,8 +1,8 @@
 //! Pinned host memory for PyTorch. While PyTorch captures a graph, requests and uses that its filter accepts belong to
 //! the graph's pool.
 //!
-//! PyTorch replays graphs on streams that are not known here. So what a graph used is free only once the graph is gone
-//! and all devices were waited for, which `empty_cache` does, as with PyTorch's own allocator.
+//! PyTorch replays graphs on streams that are not known here. So memory that a graph used is free only after the graph
+//! is destroyed and all devices were waited for, which `empty_cache` does, as in PyTorch's own allocator.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -22,7 +22,7 @@ use crate::torch_pool::TorchPoolId;
 pub(crate) struct PinnedMemory {
     allocator: HostAllocator,
     scopes: RwLock<Vec<Scope>>,
-    /// How many scopes are open: without any, a request looks at none.
+    /// The number of open scopes. If it is 0, a request skips the scopes.
     open: AtomicUsize,
     pools: Mutex<Pools>,
     history_on: AtomicBool,
@@ -39,7 +39,7 @@ struct Scope {
 #[derive(Debug, Default)]
 struct Pools {
     in_use: BTreeMap<TorchPoolId, (HostGraphPool, u32)>,
-    /// Their graphs are gone; replays may still run.
+    /// Pools whose graphs are destroyed; replays may still run.
     released: Vec<HostGraphPool>,
 }
 
@@ -79,7 +79,7 @@ impl PinnedMemory {
         Ok(self.allocator.allocate(bytes)?)
     }
 
-    /// The same from what is cached, if no scope is open and nothing else is to be done.
+    /// The same from the cache, if no scope is open and the request needs nothing else.
     #[inline]
     pub(crate) fn allocate_cached(&self, bytes: u64) -> Option<HostBlock> {
         if self.open.load(Ordering::Acquire) > 0 { None } else { self.allocator.allocate_cached(bytes) }
@@ -96,7 +96,7 @@ impl PinnedMemory {
         Ok(self.allocator.record_use_within(ptr, stream)?)
     }
 
-    /// A capture is about to begin: what its filter accepts belongs to the pool.
+    /// A capture is about to begin: requests and uses that its filter accepts belong to the pool.
     pub(crate) fn begin(&self, id: TorchPoolId, filter: Filter) -> Result<()> {
         let mut scopes = self.scopes.write().unwrap_or_else(PoisonError::into_inner);
         if scopes.iter().any(|scope| scope.id == id) {
@@ -125,7 +125,7 @@ impl PinnedMemory {
         Ok(())
     }
 
-    /// A graph of the pool is gone.
+    /// A graph of the pool was destroyed.
     pub(crate) fn release(&self, id: TorchPoolId) -> Result<()> {
         let mut pools = self.lock();
         let (_, uses) = pools.in_use.get_mut(&id).ok_or(Error::PinnedPoolUnknown { pool: id })?;
@@ -138,7 +138,7 @@ impl PinnedMemory {
         Ok(())
     }
 
-    /// Unpins what is cached, and what graphs used that are gone.
+    /// Unpins cached memory, and memory that destroyed graphs used.
     pub(crate) fn empty_cache(&self) -> Result<()> {
         let released = {
             let mut pools = self.lock();

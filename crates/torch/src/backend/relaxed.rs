@@ -1,10 +1,10 @@
-//! Driver calls that a capture under way forbids: ours, and PyTorch's own when it destroys a graph.
+//! Driver calls that an active capture forbids: ours, and PyTorch's own when it destroys a graph.
 //!
 //! PyTorch destroys the executable of a graph right after it has released the graph's pool. During a capture in global
 //! mode CUDA refuses that, and invalidates the capture; Python's garbage collector may do it at any moment. So a thread
 //! that releases a pool while another is open gets CUDA's relaxed mode, until it next opens, closes or releases a pool,
-//! or allocates: while one is open always, else when nothing cached fits. A thread that does nothing of that any more
-//! stays relaxed: its forbidden calls, if it makes any, do not invalidate captures of others.
+//! or allocates (while a pool is open: any allocation; otherwise one that no cached block fits). A thread that does
+//! none of these again stays relaxed: its forbidden calls, if any, do not invalidate captures of other threads.
 
 use std::cell::Cell;
 
@@ -13,7 +13,7 @@ use warpool_driver::{CaptureMode, Driver};
 use crate::error::Result;
 
 thread_local! {
-    /// The mode before the thread was relaxed. Has no destructor, so it works until the very end of a thread.
+    /// The mode before the thread was relaxed. Has no destructor, so it works until the thread has ended.
     static BEFORE: Cell<Option<CaptureMode>> = const { Cell::new(None) };
 }
 
@@ -27,7 +27,7 @@ pub(super) fn relax(driver: &dyn Driver) -> Result<()> {
     Ok(())
 }
 
-/// Ends what [`relax`] began, if it did.
+/// Ends the relaxed mode of [`relax`], if it is set.
 #[inline]
 pub(super) fn restore(driver: &dyn Driver) -> Result<()> {
     if let Some(before) = BEFORE.get() {
@@ -92,7 +92,7 @@ mod tests {
             routing.begin(kind, device, pool(3), filter()).unwrap();
             sim.capture_begin(stream, CaptureMode::Global).unwrap();
             routing.release(kind, device, pool(2)).unwrap();
-            // As destroying a graph: a call that captures forbid.
+            // Like destroying a graph, a call that captures forbid.
             let ptr = sim.mem_alloc(device, 1 << 20).unwrap();
             assert!(matches!(sim.capture_state(stream).unwrap(), CaptureState::Active(_)), "{settings}");
             runtime.allocate(512, 0, handle).unwrap();

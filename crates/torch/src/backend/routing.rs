@@ -1,8 +1,9 @@
-//! PyTorch's memory pools, and which requests they serve: those that the filter of an open scope accepts, of several
-//! scopes the newest.
+//! PyTorch's memory pools, and which requests they serve: those that the filter of an open scope accepts; with several
+//! scopes, the newest one that accepts.
 //!
 //! PyTorch counts the uses of a pool itself: creating it and opening a scope add one, a release ends one. Opening a
-//! scope is the only sign that a capture may be about to begin, so the allocator is told so as long as one is open.
+//! scope is the only sign that a capture may be about to begin, so the allocator counts a capture as long as one is
+//! open.
 
 mod torch_pools;
 
@@ -24,7 +25,7 @@ use torch_pools::TorchPools;
 pub(crate) struct Routing {
     /// Oldest first.
     scopes: RwLock<Vec<Scope>>,
-    /// How many scopes are open: without any, a request looks at none.
+    /// The number of open scopes. If it is 0, a request skips the scopes.
     open: AtomicUsize,
     pools: Mutex<TorchPools>,
 }
@@ -63,7 +64,7 @@ impl Routing {
         Ok(None)
     }
 
-    /// Ends the relaxed mode that a release gave to the calling thread, if all scopes are closed since.
+    /// Ends the relaxed mode that a release set for the calling thread, if all scopes have been closed since.
     pub(crate) fn end_relaxed_mode(&self, driver: &dyn Driver) -> Result<()> {
         if self.is_any_open() { Ok(()) } else { relaxed::restore(driver) }
     }
@@ -136,13 +137,13 @@ impl Routing {
         Ok(pools.capture_ended(device)?)
     }
 
-    /// Creates a pool, with a source of segments if one is given, or adds a use of one that exists.
+    /// Creates a pool, with an upstream if one is given, or adds a use of one that exists.
     pub(crate) fn create(&self, device: DeviceId, id: TorchPoolId, upstream: Option<Arc<dyn Upstream>>) -> Result<()> {
         self.lock().create(device, id, upstream)
     }
 
     /// Ends a use of a pool. After the last its memory can be returned to the driver, once replays that PyTorch started
-    /// on any stream are done. If it was a graph's, PyTorch destroys the graph next: a capture under way survives that.
+    /// on any stream are done. If it was a graph's, PyTorch destroys the graph next: an active capture stays valid.
     pub(crate) fn release(&self, allocator: &Allocator, device: DeviceId, id: TorchPoolId) -> Result<()> {
         let released = self.lock().release(device, id)?;
         if self.is_any_open() {

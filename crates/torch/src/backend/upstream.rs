@@ -1,4 +1,4 @@
-//! A pool's source of segments behind C functions: the allocator that the program gave to `torch.cuda.MemPool`.
+//! The upstream of a pool over C functions: the allocator that the program passed to `torch.cuda.MemPool`.
 
 use std::ffi::{c_int, c_void};
 
@@ -10,10 +10,10 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 pub(super) type UpstreamAllocate =
     unsafe extern "C" fn(user: *mut c_void, bytes: usize, device: c_int, stream: *mut c_void) -> *mut c_void;
 
-/// Frees what the source allocated. Returns 0, or 1 if it failed.
+/// Frees what the upstream allocated. Returns 0, or 1 if it failed.
 pub(super) type UpstreamFree = unsafe extern "C" fn(user: *mut c_void, ptr: *mut c_void, device: c_int) -> c_int;
 
-/// A source of segments.
+/// An upstream over C functions.
 pub(crate) struct CallbackUpstream {
     pub(crate) instance: Instance,
     pub(crate) allocate: UpstreamAllocate,

@@ -22,17 +22,17 @@ pub(super) struct GraphPools {
     torch_ids_limit: usize,
 }
 
-/// A pool with one use per begin, given up by each release.
+/// A pool with one use per begin, ended by each release.
 #[derive(Debug)]
 struct GraphPool {
     /// Created when the first scope is bound.
     pool: Option<MemPoolId>,
     uses: u32,
-    /// What its memory carries: the tag of the thread that opened the first scope.
+    /// The tag of its memory: that of the thread that opened the first scope.
     tag: Option<String>,
 }
 
-/// The result of giving up a use.
+/// The result of ending a use.
 pub(super) enum Released {
     StillInUse,
     /// It was the last use; the pool, if it was ever created.
@@ -40,7 +40,7 @@ pub(super) enum Released {
 }
 
 impl GraphPools {
-    /// `tag` counts for a pool that is new.
+    /// `tag` is used only for a new pool.
     pub(super) fn add_use(&mut self, device: DeviceId, torch_pool: TorchPoolId, tag: Option<String>) {
         let entry = self.in_use.entry((device, torch_pool)).or_insert(GraphPool { pool: None, uses: 0, tag });
         entry.uses += 1;

@@ -114,8 +114,8 @@ impl Captures {
         }
     }
 
-    /// Gives up one use of a pool. After the last one its memory can be returned to the driver, once replays that
-    /// PyTorch started on any stream are done.
+    /// Ends one use of a pool. After the last one its memory can be returned to the driver, once replays that PyTorch
+    /// started on any stream are done.
     pub(crate) fn release(&self, allocator: &Allocator, device: DeviceId, torch_pool: TorchPoolId) -> Result<()> {
         let Some(pools) = allocator.pools() else { return Ok(()) };
         let mut state = self.lock();
@@ -127,8 +127,8 @@ impl Captures {
         Ok(pools.release_pool(device, pool)?)
     }
 
-    /// Closes scopes whose capture is over although PyTorch did not end them, as happens when ending the capture fails.
-    /// Their pools stay in use, since other graphs may share them.
+    /// Closes scopes whose capture has ended although PyTorch did not close them, as happens when ending the capture
+    /// fails. Their pools stay in use, since other graphs may share them.
     pub(crate) fn close_finished(&self, allocator: &Allocator) -> Result<()> {
         let Some(pools) = allocator.pools() else { return Ok(()) };
         let bound = self.lock().scopes.bound();

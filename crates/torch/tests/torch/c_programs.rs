@@ -126,7 +126,7 @@ fn forked_children_never_hang() {
     let folder = scratch("fork");
     let program = build("fork", &folder);
     passed(&mut simulated(&program));
-    // With locks that are held for longer.
+    // With a backend that holds its locks for longer.
     passed(simulated(&program).env("WARPOOL_CONF", "backend:cudaMallocAsync"));
     passed(simulated(&program).env("WARPOOL_CONF", "backend:paged"));
     passed(simulated(&program).env("WARPOOL_SIM", "track_suballocations:True"));

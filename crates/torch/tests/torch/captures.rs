@@ -321,7 +321,7 @@ fn begin_and_end_must_be_paired(backend: &str) {
     assert!(matches!(context.runtime.end_pool(0, POOL), Err(Error::PoolNotOpen { pool: POOL, device: 0 })));
     assert!(matches!(context.runtime.begin_pool(9, POOL), Err(Error::Warpool(_))));
     assert!(matches!(context.runtime.begin_pool(-1, POOL), Err(Error::NegativeDevice { device: -1 })));
-    // Without a capture the default pool is used, also inside a scope.
+    // Without a capture the default pool is used, even inside a scope.
     context.runtime.begin_pool(0, POOL).unwrap();
     assert_eq!(context.pool_of(context.alloc(stream)), MemPoolId::DEFAULT);
     context.runtime.end_pool(0, POOL).unwrap();

@@ -172,7 +172,7 @@ fn allocators_without_pages_have_no_statistics_of_them() {
     }
 }
 
-/// What only PyTorch's allocator has is kept and without effect; the backend stays.
+/// Settings that only PyTorch's allocator has are kept without effect; the backend stays.
 #[test]
 fn settings_of_the_paged_allocator_change_at_run_time() {
     let (_, runtime) = two_devices("backend:paged");

@@ -1,4 +1,4 @@
-//! Memory that sleeps, through `Runtime` on a simulated GPU: tags of threads, statistics, what a full device answers.
+//! Memory that sleeps, through `Runtime` on a simulated GPU: tags of threads, statistics, errors of a full device.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ with_each_backend! {
     host_memory_is_pinned_ahead,
 }
 
-/// Memory that another process has open would not return to the driver, and who has it open is not known.
+/// Memory that another process has opened would not return to the driver, and it is not known whether one has.
 fn memory_of_a_tag_is_not_shared_with_other_processes(backend: &str) {
     let (_, runtime) = runtime(backend);
     let weights = tagged(&runtime, "weights", 30 * MIB);

@@ -1,4 +1,4 @@
-//! What a program was doing when it allocated, as its call stack tells, or a region that it named.
+//! What a program was doing when it allocated: from the call stack, or from a region that the program named.
 
 use std::sync::Arc;
 
@@ -39,22 +39,22 @@ impl Doing {
     }
 }
 
-/// What a call stack tells of an allocation.
+/// What the call stack of an allocation shows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct StackKind {
     pub doing: Doing,
     pub makes: Makes,
 }
 
-/// What is made.
+/// What the allocation is for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Makes {
-    /// The result of a computation, as far as is known.
+    /// The result of a computation, or not known.
     #[default]
     Result,
-    /// A tensor of random numbers, or a copy of one of the host (`cuda`).
+    /// A tensor of random numbers, or a copy of a host tensor (`cuda`).
     Tensor,
-    /// A tensor of zeros or of nothing yet (`zeros`, `empty`), to be filled.
+    /// A tensor to be filled (`zeros`, `empty`).
     Buffer,
     /// A copy, maybe from the host (`to`), or anything if there are no frames of compiled code.
     MaybeTensor,
@@ -78,7 +78,7 @@ impl StackKind {
     }
 }
 
-/// Each stack is looked at once.
+/// A cache: each stack is examined once.
 #[derive(Clone, Debug, Default)]
 pub(super) struct StackKinds(FxHashMap<StackId, StackKind>);
 
@@ -89,26 +89,27 @@ impl StackKinds {
     }
 }
 
-/// Frames from the innermost on. What encloses decides: a module that is called by a checkpoint's recomputation is
+/// Frames from the innermost on. The enclosing call decides: a module that is called by a checkpoint's recomputation is
 /// recomputed, one that is called by an optimizer's closure is the forward pass.
 fn doing(stack: &[Frame]) -> Doing {
     let (mut found, mut own_seen) = (None, false);
     for frame in stack.iter().filter(|frame| is_python(frame)) {
         let file = &short_path(&frame.filename).replace('\\', "/");
         let part = part_of(file, &frame.name).or_else(|| {
-            // The constructor of a module of the program: nothing of the program is inside of it.
+            // The constructor of a module of the program, and it calls no other code of the program.
             (frame.name == "__init__" && !own_seen && !file.starts_with("torch/")).then_some(Doing::ModuleSetup)
         });
         own_seen |= !file.starts_with("torch/");
         match (found, part) {
             (_, None) => {}
-            // Inside of a recomputation are modules; inside of the backward pass a recomputation is one.
+            // A recomputation calls modules, and the backward pass calls recomputations: both count as the
+            // recomputation.
             (None | Some(Doing::Forward), Some(Doing::Recompute)) => return Doing::Recompute,
             (None, Some(Doing::Backward)) => found = Some(Doing::Backward),
-            // A module that makes parameters when it is first called.
+            // A module that creates its parameters when it is first called.
             (Some(Doing::ModuleSetup), Some(Doing::Forward)) => found = Some(Doing::Forward),
             (None, part) => found = part,
-            // What is inside decides.
+            // The inner call decides.
             (Some(_), _) => {}
         }
     }
@@ -131,12 +132,12 @@ fn runs_engine(stack: &[Frame]) -> bool {
     outermost.is_some_and(is_called) || stack.iter().any(|frame| !is_python(frame) && engine(frame))
 }
 
-/// What a function of a framework is part of.
+/// The activity that a function of a framework belongs to.
 fn part_of(file: &str, name: &str) -> Option<Doing> {
     const STATE_MAKERS: [&str; 5] = ["_init_group", "__init__", "load_state_dict", "init_state", "__setstate__"];
     /// In the file of `torch.nn.Module`.
     const MOVERS: [&str; 5] = ["_apply", "convert", "to_empty", "_load_from_state_dict", "register_buffer"];
-    /// Names that frameworks and programs give to what makes or loads weights.
+    /// Names of functions that create or load weights, in frameworks and programs.
     const MAKERS: [&str; 8] = [
         "load_state_dict",
         "reset_parameters",
@@ -149,7 +150,7 @@ fn part_of(file: &str, name: &str) -> Option<Doing> {
     ];
     let in_file = |end: &str| file.ends_with(end);
     if in_file("torch/optim/swa_utils.py") {
-        // An average of parameters is parameters.
+        // An average of parameters counts as parameters.
         return (name == "__init__").then_some(Doing::ModuleSetup);
     }
     let is_optimizer = file.contains("torch/optim/") || file.contains("/optim/") || file.contains("/optimizers/");
@@ -179,7 +180,7 @@ fn part_of(file: &str, name: &str) -> Option<Doing> {
     sets_up.then_some(Doing::ModuleSetup)
 }
 
-/// What the frames of compiled code inside of the innermost line tell.
+/// What the frames of compiled code below the innermost line of Python show.
 fn makes(stack: &[Frame]) -> Makes {
     let native = || stack.iter().take_while(|frame| !is_python(frame)).map(|frame| frame.name.as_str());
     let has = |part: &str| native().any(|name| name.contains(part));
@@ -208,19 +209,19 @@ fn makes(stack: &[Frame]) -> Makes {
         Some(name) if name == "to" || name.starts_with("to_") => Makes::MaybeTensor,
         Some(name) if is_buffer(name) => Makes::Buffer,
         Some(name) if is_factory(name) => Makes::Tensor,
-        // Without an operator in between: `torch.tensor`, `torch.from_dlpack`.
+        // No operator in between: `torch.tensor`, `torch.from_dlpack`.
         None => Makes::MaybeTensor,
         Some(_) => Makes::Result,
     }
 }
 
-/// Whether an operator makes a tensor from nothing.
+/// Whether an operator creates a tensor without input tensors.
 fn is_factory(operator: &str) -> bool {
     let starts = ["rand", "ones", "arange", "linspace", "eye", "normal", "tensor"];
     starts.iter().any(|start| operator.starts_with(start))
 }
 
-/// Whether an operator makes a tensor that is to be filled.
+/// Whether an operator creates a tensor that is filled later.
 fn is_buffer(operator: &str) -> bool {
     ["zeros", "empty", "full", "new_"].iter().any(|start| operator.starts_with(start))
 }
@@ -253,7 +254,7 @@ impl Regions {
         Self(regions)
     }
 
-    /// What the last region that began before a time was, if it had not ended.
+    /// The last region that began before a time, if it had not ended.
     pub fn doing_at(&self, time_us: i64) -> Doing {
         let after = self.0.partition_point(|&(start, ..)| start <= time_us);
         let last = self.0[..after].last().filter(|&&(_, end, _)| time_us <= end);

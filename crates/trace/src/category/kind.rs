@@ -1,21 +1,21 @@
-//! What kind of memory a block is, as people who train and serve models speak of it.
+//! The categories of memory, in the terms of people who train and serve models.
 
-/// What kind of memory a block is.
+/// The category of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Category {
     /// Parameters and buffers of modules.
     Parameters,
     /// Gradients of parameters.
     Gradients,
-    /// What an optimizer keeps for each parameter.
+    /// The state that an optimizer keeps for each parameter.
     OptimizerState,
-    /// What the forward pass computed and keeps: for the backward pass, in a cache, or in a variable of the program.
+    /// Results of the forward pass that are kept: for the backward pass, in a cache, or in a variable of the program.
     Activations,
-    /// What is freed within the pass that allocated it: intermediate results, workspaces.
+    /// Memory that is freed within the pass that allocated it: intermediate results, workspaces.
     Temporaries,
     /// Batches: tensors that the program makes or copies to the device outside of the model.
     Inputs,
-    /// Nothing in the recording tells.
+    /// Not known from the recording.
     #[default]
     Unknown,
 }

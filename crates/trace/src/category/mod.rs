@@ -1,10 +1,10 @@
-//! What kind of memory each allocation is: parameters, gradients, optimizer state, activations, temporaries, inputs.
+//! The category of each allocation: parameters, gradients, optimizer state, activations, temporaries, inputs.
 //!
-//! A recording does not say. Two things together tell: what the program was doing when it allocated (`doing.rs`, from
-//! the call stack, or from a region that the program named), and when the memory was freed, compared with what the
-//! program did next (`rules.rs`). An allocation of the backward pass that is still there when the optimizer runs is a
-//! gradient; one that the forward pass made and the backward pass frees is an activation. Where neither tells, the
-//! answer is [`Category::Unknown`].
+//! A recording does not contain the category. It is inferred from what the program was doing when it allocated
+//! (`doing.rs`, from the call stack, or from a region that the program named), and from when the memory was freed
+//! relative to what the program did next (`rules.rs`). An allocation of the backward pass that is still allocated when
+//! the optimizer runs is a gradient; one that the forward pass made and the backward pass frees is an activation. Where
+//! neither decides, the answer is [`Category::Unknown`].
 
 mod doing;
 mod kind;
@@ -32,7 +32,7 @@ pub(crate) struct Categories {
 }
 
 impl Categories {
-    /// Of the events of one device.
+    /// Categorizes the allocations in the events of one device.
     pub fn new(events: &[TraceEntry], stacks: &[std::sync::Arc<[Frame]>], annotations: &[Annotation]) -> Self {
         let mut kinds = StackKinds::default();
         let regions = Regions::new(annotations);
@@ -65,7 +65,7 @@ impl Categories {
         Self { of_allocation, marks, forwards, kinds }
     }
 
-    /// Of the allocation at an event; unknown if it is none.
+    /// The category of the allocation at event `at`, which must be an allocation; unknown beyond the last one.
     pub fn at(&self, events: &[TraceEntry], at: u32) -> (Category, Rule) {
         let Some(&first) = self.marks.get(at as usize / MARK_EVENTS) else { return Default::default() };
         let from = at as usize / MARK_EVENTS * MARK_EVENTS;
@@ -73,19 +73,19 @@ impl Categories {
         self.of_allocation.get(first as usize + before).copied().unwrap_or_default()
     }
 
-    /// How many calls of modules by the program began between two events; `None` if stacks tell of none at all.
+    /// How many calls of modules by the program began between two events; `None` if no stack of the history shows one.
     pub fn module_calls_between(&self, from: usize, until: usize) -> Option<usize> {
         let before = |event: usize| self.forwards.partition_point(|&start| (start as usize) < event);
         (!self.forwards.is_empty()).then(|| before(until).saturating_sub(before(from)))
     }
 
-    /// Of all allocations, in the order of events.
+    /// The categories of all allocations, in the order of events.
     pub fn all(&self) -> &[(Category, Rule)] {
         &self.of_allocation
     }
 
-    /// Of a block that was allocated before the history, or recorded without its stack: at most the stack that it had
-    /// at the end is known.
+    /// The category of a block that was allocated before the history, or recorded without its stack. At most the stack
+    /// in the snapshot at the end is known.
     pub fn by_stack(&mut self, stack: Option<StackId>, stacks: &[std::sync::Arc<[Frame]>]) -> (Category, Rule) {
         match stack.map(|stack| self.kinds.of(stack, stacks).doing) {
             Some(Doing::ModuleSetup) => (Category::Parameters, Rule::ModuleSetup),
@@ -95,5 +95,5 @@ impl Categories {
     }
 }
 
-/// How many events share a mark: looking an allocation up takes a step for each.
+/// How many events share a mark. Looking up an allocation takes at most this many steps.
 const MARK_EVENTS: usize = 1024;

@@ -1,4 +1,5 @@
-//! From what a program was doing when it allocated, and what it did until it freed the memory, to the category.
+//! The rules that decide the category, from what a program was doing when it allocated and what it did until it freed
+//! the memory.
 
 use std::collections::BTreeSet;
 
@@ -13,23 +14,23 @@ use super::kind::Category;
 pub enum Rule {
     /// Allocated while a module was made, moved or loaded, and kept.
     ModuleSetup,
-    /// Allocated in the backward pass, and there after it.
+    /// Allocated in the backward pass, and still allocated after it.
     KeptAfterBackward,
     /// A bucket in which gradients are exchanged.
     GradientBucket,
     /// Parameters that are sharded over ranks, or gathered from them.
     Sharded,
-    /// Allocated in an optimizer's step, and there after it.
+    /// Allocated in an optimizer's step, and still allocated after it.
     KeptByOptimizer,
-    /// Allocated before the backward pass, and there when it begins.
+    /// Allocated before the backward pass, and still allocated when it begins.
     KeptForBackward,
-    /// Allocated by a checkpoint's recomputation, and there after it.
+    /// Allocated by a checkpoint's recomputation, and still allocated after it.
     Recomputed,
     /// Allocated in a backward pass, and freed in a later one: the graph of a gradient.
     KeptForSecondBackward,
     /// Made once and kept while modules are called again and again, in a history without a backward pass.
     Preallocated,
-    /// Allocated in a module, and there after its call: a cache, or a result that the program keeps.
+    /// Allocated in a module, and still allocated after its call: a cache, or a result that the program keeps.
     KeptAfterForward,
     /// Freed within the pass that allocated it.
     FreedWithinPass,
@@ -48,7 +49,7 @@ pub enum Rule {
     /// The recording has no call stack for it.
     #[default]
     NoStack,
-    /// The call stack tells no part of a training or serving program.
+    /// The call stack shows no known part of a training or serving program.
     NoRule,
 }
 
@@ -110,10 +111,11 @@ impl Rule {
 /// it: a layer of a transformer makes about thirty.
 const LATER_MIN: u32 = 48;
 
-/// Memory that is kept through this number of module calls is no batch.
+/// Memory that is kept for this number of module calls is not a batch.
 const PASSES_MIN: usize = 3;
 
-/// Other threads allocate in the midst of a backward pass: it is over when this many allocations in a row are not its.
+/// Other threads may allocate during a backward pass. It has ended once this many allocations in a row do not belong to
+/// it.
 const OUTSIDE_MIN: usize = 3;
 
 /// The allocations of a history with their lifetimes.
@@ -161,7 +163,7 @@ impl Lives {
         (found.into_iter().map(|judged| (judged.category, judged.rule)).collect(), passes.forwards)
     }
 
-    /// In a recording of Python stacks alone, what has no line of Python was allocated by autograd's thread.
+    /// In a recording of Python stacks alone, an allocation without a Python frame was made by autograd's thread.
     fn name_threads_without_python(&mut self) {
         let with_stack = self.lives.iter().filter(|life| life.stack.is_some()).count();
         let is_python_only = self.lives.iter().all(|life| life.stack.is_none() || is_python_only(life.kind));
@@ -225,7 +227,7 @@ impl Lives {
         }
     }
 
-    /// Of the forward pass, or of the program around it.
+    /// The category of an allocation of the forward pass, or of the program around it.
     fn judge_forward(&self, number: usize, passes: &Passes, until: u32, is_open: bool) -> Judged {
         let life = &self.lives[number];
         let in_module = life.kind.doing == Doing::Forward;
@@ -259,10 +261,10 @@ impl Lives {
         }
     }
 
-    /// Allocations whose free the history does not have, or that a failure freed: as the same call's earlier ones, or
-    /// as what is known of them suggests.
+    /// Decides allocations whose free is not in the history, or that a failure freed: like earlier allocations of the
+    /// same call, or by a guess from what is known about them.
     fn settle_open(&self, found: &mut [Judged]) {
-        // By call and size, or by the call alone: the sizes of another batch are others.
+        // By call and size, or by the call alone, since another batch has other sizes.
         let mut known: FxHashMap<(StackId, Option<u64>), [u64; Category::ALL.len()]> = FxHashMap::default();
         let mut parameter_sizes: BTreeSet<u64> = BTreeSet::new();
         let open = self.lives.iter().zip(&*found).filter(|(_, judged)| judged.open.is_some());
@@ -316,7 +318,7 @@ fn most(counts: &[u64; Category::ALL.len()]) -> Option<Category> {
 struct Judged {
     category: Category,
     rule: Rule,
-    /// What it may be, if the free is not known.
+    /// A guess, if the free is not known.
     open: Option<Guess>,
 }
 
@@ -335,13 +337,13 @@ enum Guess {
     OptimizerState,
     Gradient,
     Temporary,
-    /// It was still there after `later` further allocations of the pass.
+    /// Still allocated after `later` further allocations of the pass.
     Retained {
         later: u32,
     },
 }
 
-/// Whether a pass that was cut off keeps most of what it allocates, as a forward pass of a training does.
+/// Whether a pass that was cut off keeps most of its allocations, as the forward pass of a training does.
 #[derive(Default)]
 struct Retention {
     kept: u64,
@@ -380,7 +382,7 @@ impl Passes {
         let count = lives.len();
         let (mut end_of, mut next_backward) = (vec![u32::MAX; count], vec![u32::MAX; count]);
         let mut backward = u32::MAX;
-        // From the end: the first allocation of another kind.
+        // Backward over the history: the first allocation of another kind.
         let mut next_other = [u32::MAX; Group::ALL.len()];
         let mut outside = 0;
         let mut backward_ends = u32::MAX;
@@ -448,7 +450,7 @@ impl Passes {
         before(until).saturating_sub(before(from))
     }
 
-    /// How many allocations of the same pass were made after one, until an event; looked for only as far as it matters.
+    /// How many allocations of the same pass were made after one, up to an event. Counts no further than needed.
     fn later_in_pass(&self, lives: &[Life], number: usize, until: u32) -> u32 {
         let doing = lives[number].kind.doing;
         let later = lives[number + 1..].iter().take_while(|life| life.from < until).take(4 * LATER_MIN as usize);

@@ -1,5 +1,5 @@
-//! What to do, as somebody who knows PyTorch's memory would say it: the simplest that works first, with what it saves,
-//! how to apply it, and how that is known (by replays, or by arithmetic that is shown).
+//! Advice, the simplest change that works first, with what it saves, how to apply it, and how that is known (by
+//! replays, or by arithmetic that is shown).
 
 use super::fits::{Change, Fit, OVERHEAD_MIN};
 use super::verdict::{Judgement, Verdict, limit_text};
@@ -84,11 +84,11 @@ pub struct Advice {
     pub detail: String,
     /// What to write or run; `None` if that depends on the program.
     pub apply: Option<String>,
-    /// Whether the program fits with it, as far as the recording goes; `None` if that is not known.
+    /// Whether the program fits with it, by the recording; `None` if that is not known.
     pub fits: Option<bool>,
-    /// What it saves: of reserved memory by replay, of allocated memory by arithmetic.
+    /// The bytes that it saves: reserved memory if found by replay, allocated memory if by arithmetic.
     pub bytes_saved: Option<u64>,
-    /// What is left of the device or the limit.
+    /// The bytes that are left of the device or the limit.
     pub margin_bytes: Option<u64>,
     /// How that is known.
     pub proof: Proof,
@@ -96,7 +96,7 @@ pub struct Advice {
 
 /// How to set settings of PyTorch.
 const VARIABLE: &str = "PYTORCH_CUDA_ALLOC_CONF";
-/// Another allocator is worth its installation if it saves so much more than PyTorch's own settings.
+/// Another allocator is worth its installation if it saves this much more than PyTorch's own settings.
 const MATERIAL_MIN: u64 = 256 << 20;
 const MATERIAL_SHARE: u64 = 50;
 
@@ -128,7 +128,8 @@ pub(super) fn advise(explanation: &Explanation, judgement: &Judgement, options: 
     advice
 }
 
-/// What must go for the program to fit: beyond what the allocator could get, or beyond the device that was asked about.
+/// How many bytes too many the program needs: beyond what the allocator could get, or beyond the device that was asked
+/// about.
 fn missing(explanation: &Explanation, judgement: &Judgement) -> u64 {
     let Some(on) = explanation.on_device else { return judgement.missing };
     let usable = on.bytes_total.saturating_sub(crate::replay::bytes_context());
@@ -161,7 +162,7 @@ fn leak(explanation: &Explanation) -> Option<Advice> {
     })
 }
 
-/// What to write where something is kept.
+/// The code to write where something is kept.
 fn what_to_keep(holder: &Holder) -> String {
     let kept = match holder.category {
         Category::Activations | Category::Temporaries | Category::Unknown => {
@@ -280,7 +281,7 @@ fn of_fit(fit: &Fit, saved: Option<u64>) -> Advice {
     }
 }
 
-/// What makes the program itself need less, by arithmetic over the categories.
+/// Changes that make the program itself need less memory, by arithmetic over the categories.
 fn smaller_program(explanation: &Explanation, missing: u64) -> Vec<Advice> {
     let moment = explanation.moment();
     let of = |category: Category| {
@@ -298,7 +299,8 @@ fn smaller_program(explanation: &Explanation, missing: u64) -> Vec<Advice> {
         proof: Proof::Arithmetic,
     };
     let mut advice = Vec::new();
-    // What grows with the batch; a twentieth for what does not shrink along.
+    // The memory that grows with the batch. It must shrink by a twentieth more than is missing, since not all of it
+    // shrinks with the batch.
     let per_batch = of(Category::Activations) + of(Category::Temporaries) + of(Category::Inputs);
     let must_go = missing + missing / 20;
     if per_batch > must_go {
@@ -366,7 +368,7 @@ fn smaller_program(explanation: &Explanation, missing: u64) -> Vec<Advice> {
             saved,
         ));
     }
-    // Of those that are known to fit, the one that changes least first; they are in that order already.
+    // Advice that is known to fit comes first. The smallest change comes first already, and the sort is stable.
     advice.sort_by_key(|advice| advice.fits != Some(true));
     advice
 }

@@ -1,4 +1,4 @@
-//! What kind of memory was allocated at a moment, with the rules that decided.
+//! The categories of the memory allocated at a moment, with the rules that decided.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ pub struct CategoryShare {
     pub category: Category,
     /// Their requested bytes.
     pub bytes: u64,
-    /// How many they are.
+    /// The number of blocks.
     pub count: u64,
     /// The rules that decided, with the bytes that each decided about; the most first.
     pub rules: Vec<(Rule, u64)>,
@@ -30,13 +30,12 @@ pub struct AllocatedBlock {
     pub bytes: u64,
     /// The event of its allocation; `None` if that is not in the history.
     pub event: Option<u32>,
-    /// What kind of memory it is.
+    /// Its category.
     pub category: Category,
     /// The rule that decided.
     pub rule: Rule,
 }
 
-/// The categories of blocks.
 pub(super) struct BlockCategories<'a> {
     categories: &'a mut Categories,
     events: &'a [TraceEntry],
@@ -48,10 +47,10 @@ impl<'a> BlockCategories<'a> {
         Self { categories, events, stacks }
     }
 
-    /// Of an allocated block.
+    /// The category of an allocated block, and the rule that decided.
     pub fn of(&mut self, block: &StateBlock) -> (Category, Rule) {
         match block.event.map(|event| self.categories.at(self.events, event)) {
-            // Recorded without stacks, but for what was still there at the end.
+            // The events have no stacks; only blocks that were still allocated at the end have one.
             Some((_, Rule::NoStack)) if block.stack.is_some() => self.categories.by_stack(block.stack, self.stacks),
             Some(known) => known,
             None => self.categories.by_stack(block.stack, self.stacks),
@@ -70,7 +69,7 @@ impl<'a> BlockCategories<'a> {
         blocks
     }
 
-    /// Of all allocated blocks of a state.
+    /// The shares of the categories, over all allocated blocks of a state.
     pub fn shares(&mut self, state: &HeapState) -> Vec<CategoryShare> {
         let mut sums: BTreeMap<Category, (u64, u64, BTreeMap<Rule, u64>)> = BTreeMap::new();
         for block in state.blocks.iter().filter(|block| block.state == BlockState::ActiveAllocated) {

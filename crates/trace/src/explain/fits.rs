@@ -1,5 +1,5 @@
-//! What would have fitted: changes, replayed from the smallest to the largest. Settings of PyTorch come first, then
-//! Warpool's own allocator, then a device of which others use less, or a larger one.
+//! Which changes would have made the program fit, replayed from the smallest change to the largest: settings of
+//! PyTorch, then Warpool's own allocator, then less use of the device by others, then a larger device.
 
 use warpool::memory::{Action, Backend, Settings};
 
@@ -18,7 +18,7 @@ pub enum Change {
     Limit,
     /// Another allocator.
     Allocator,
-    /// The same device, with less of it used by others.
+    /// The same device, with less memory used by others.
     Others,
     /// A larger device.
     Device,
@@ -47,13 +47,13 @@ pub struct Fit {
     pub set: String,
     /// The environment variable that takes the string; empty for a device.
     pub variable: &'static str,
-    /// Whether it fits in every order of addresses.
+    /// Whether it fits in every address order.
     pub fits: bool,
     /// The result over the orders.
     pub orders: AddressOrders,
     /// The modelled time of the driver calls.
     pub driver_seconds: f64,
-    /// How much more that is than as recorded.
+    /// How much more that is than in the recorded program.
     pub driver_seconds_more: f64,
     /// How often everything cached was released to make room.
     pub retries: u64,
@@ -67,19 +67,20 @@ pub(super) fn are_worth_trying(explanation: &Explanation) -> bool {
     let Some(peaks) = explanation.peaks else { return false };
     let (reserved, allocated) = (peaks.reserved.bytes, peaks.allocated.bytes);
     let overhead = reserved.saturating_sub(allocated);
-    // Where nothing ran out, replays of a long history take longer than the answer is worth.
+    // If nothing ran out of memory, the answer does not justify replays of a long history.
     let is_wasteful = overhead >= OVERHEAD_MIN && overhead >= reserved / 10 && explanation.events <= EVENTS_MAX;
     let does_not_fit = explanation.on_device.is_some_and(|on| !on.orders.all_fit());
     explanation.ooms > 0 || does_not_fit || is_wasteful
 }
 
-/// The longest history for which changes are tried without need; `warpool tune` tries them for any.
+/// The longest history for which changes are tried although nothing ran out of memory; `warpool tune` has no such
+/// limit.
 const EVENTS_MAX: u64 = 1_000_000;
 
 /// Less than this is not worth a change of settings.
 pub(super) const OVERHEAD_MIN: u64 = 256 << 20;
 
-/// In how many orders of addresses changes are replayed.
+/// In how many address orders changes are replayed.
 pub(super) fn orders(options: &ExplainOptions<'_>) -> u32 {
     options.address_orders.unwrap_or(8)
 }
@@ -127,7 +128,8 @@ pub(super) fn find(
     if ran_out || capacity.is_some() {
         fits.extend(device(replay, &trial_options, has_at_least, recorded)?);
     }
-    // Of changes of one kind the one that leaves most; what is equal to within a hundredth by driver time.
+    // Among changes of one kind, the one that leaves the most memory; those within a hundredth are ordered by driver
+    // time.
     let step = recorded.in_force.bytes_available.unwrap_or(recorded.peak_reserved_bytes) / 100 + 1;
     let key = |fit: &Fit| {
         let margin = fit.orders.margin_bytes_least.unwrap_or(0) / step;
@@ -162,8 +164,8 @@ fn entries(replay: &DeviceReplay<'_>, settings: &Settings, limit_is_set: bool) -
     entries
 }
 
-/// The smallest device on which the recorded settings fit, as `tune` finds it. It may be the recorded one without what
-/// others used of it, if that is known to be large enough.
+/// The smallest device on which the recorded settings fit, as `tune` finds it. It may be the recorded device without
+/// other users, if that is known to be large enough.
 fn device(
     replay: &DeviceReplay<'_>,
     options: &TrialOptions<'_>,

@@ -19,15 +19,15 @@ pub struct Holder {
     pub name: String,
     /// The innermost line of the program's own code.
     pub line: Option<String>,
-    /// In the backward pass, the line of the forward pass whose gradient it computes, where that can be told.
+    /// In the backward pass, the line of the forward pass whose gradient it computes, where that can be determined.
     pub forward_line: Option<String>,
     /// The calls from the line to the allocation.
     pub path: Vec<String>,
     /// Their requested bytes.
     pub bytes: u64,
-    /// How many they are.
+    /// The number of blocks.
     pub count: u64,
-    /// What kind of memory most of it is.
+    /// The category of most of its bytes.
     pub category: Category,
 }
 
@@ -48,7 +48,7 @@ pub struct Holders {
     pub bytes: u64,
     /// Bytes that were allocated before the history, and whose stack is not known.
     pub bytes_before_history: u64,
-    /// Whether some of it was made in mixed precision, as far as stacks tell.
+    /// Whether stacks show that some of it was allocated in mixed precision.
     pub uses_autocast: bool,
 }
 
@@ -60,7 +60,7 @@ impl Holders {
     }
 }
 
-/// What is needed to name stacks.
+/// The tables that name stacks.
 pub(super) struct CallSites<'a> {
     stacks: &'a [Arc<[Frame]>],
     frameworks: &'a Frameworks,
@@ -111,7 +111,7 @@ impl<'a> CallSites<'a> {
         let stacks: std::collections::BTreeSet<StackId> = allocations.filter_map(|event| event.stack).collect();
         for stack in stacks {
             let Some(frames) = self.stacks.get(stack.index()) else { continue };
-            // Composite operators call others: each of them has a node of its own.
+            // Composite operators call others, and each of these has a node of its own.
             let Some(line) = self.of(Some(stack)).and_then(|site| site.line.clone()) else { continue };
             for name in operators(frames) {
                 let lines = found.entry(name.to_owned()).or_default();

@@ -1,5 +1,5 @@
-//! Why a recorded program ran out of memory, or what it needed: who held memory, what kind it was, where the rest was,
-//! what the reason was, and what would have fitted.
+//! Explains why a recorded program ran out of memory, or what it needed: who held memory, of which categories, where
+//! the rest was, the reason, and which changes would have made it fit.
 //!
 //! ```no_run
 //! use warpool_trace::explain::{ExplainOptions, explain};
@@ -12,9 +12,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! `moment.rs` chooses the moment, `parts.rs` says where the device's memory was then, `holders.rs` who held it,
-//! `categories.rs` what kind it was, `periods.rs` whether it grew, `verdict.rs` why it ran out; `fits.rs` replays
-//! changes, and `advice.rs` says what to do. The state at a moment comes from the recorded events alone
+//! `moment.rs` chooses the moment. For it, `parts.rs` finds where the device's memory was, `holders.rs` who held it,
+//! `categories.rs` its categories, `periods.rs` whether it grew, and `verdict.rs` why it ran out. `fits.rs` replays
+//! changes, and `advice.rs` makes the advice. The state at a moment comes from the recorded events alone
 //! (`replay/state.rs`).
 
 mod advice;
@@ -63,13 +63,13 @@ pub struct ExplainOptions<'a> {
     pub at: MomentChoice,
     /// Which code is not the program's own.
     pub frameworks: Frameworks,
-    /// The recording is of another program than PyTorch: its settings are no remedy.
+    /// The recording is not of PyTorch, so PyTorch's settings are not suggested.
     pub not_of_pytorch: bool,
     /// Lists the allocated blocks of the moment one by one: see [`Moment::blocks`].
     pub lists_blocks: bool,
-    /// Leaves out what would have fitted, which takes replays.
+    /// Skips the changes that would have made it fit, since they take replays.
     pub skips_fits: bool,
-    /// In how many orders of addresses each change is replayed; `None` is 8.
+    /// In how many address orders each change is replayed; `None` is 8.
     pub address_orders: Option<u32>,
     /// How many threads replay; `None` is one for each core.
     pub threads: Option<usize>,
@@ -81,22 +81,22 @@ pub struct ExplainOptions<'a> {
     pub stop: Stop,
 }
 
-/// What is explained about one device.
+/// The explanation of one device.
 #[derive(Clone, Debug)]
 pub struct Explanation {
     /// The device.
     pub device: u32,
-    /// The device's memory; `None` if it is not known. The parts then add up to what is known of it.
+    /// The device's memory. `None` if it is not known: then the parts add up to the known part.
     pub device_bytes_total: Option<u64>,
     /// Where that comes from.
     pub device_origin: DeviceOrigin,
     /// The card, or those that it may be.
     pub device_name: Option<String>,
-    /// Why the last request ran out of memory that did.
+    /// Why the last failed request ran out of memory.
     pub verdict: Verdict,
     /// The numbers for the verdict, in sentences.
     pub evidence: Vec<String>,
-    /// The moments that were asked for: the out-of-memory events, at most the last sixteen, or else one.
+    /// The requested moments: the out-of-memory events, at most the last sixteen, or else one.
     pub moments: Vec<Moment>,
     /// The peaks; `None` without a history.
     pub peaks: Option<Peaks>,
@@ -136,11 +136,11 @@ impl Explanation {
 pub struct OnDevice {
     /// The device's memory.
     pub bytes_total: u64,
-    /// Over the orders of addresses.
+    /// Over the address orders.
     pub orders: AddressOrders,
     /// The first event at which a request runs out of memory, in the worst order.
     pub oom_event: Option<u64>,
-    /// What that request asks for.
+    /// The bytes of that request.
     pub oom_bytes: Option<u64>,
 }
 
@@ -342,8 +342,8 @@ pub(crate) fn explain_device(
     Ok(explanation)
 }
 
-/// Whether what grew is kept from earlier periods: at least half of it is older than the last period. Where each period
-/// only needs more than the one before, as with larger and larger batches, all of it is younger.
+/// Whether the growth is memory kept from earlier periods: at least half of it is older than the last period. If each
+/// period merely needs more than the one before, as with larger and larger batches, all of it is younger.
 fn is_kept(growth: &Growth, periods: &[usize], state: &HeapState) -> bool {
     let earlier = periods[growth.first]..periods[growth.last - 1];
     let kept = state.blocks.iter().filter(|block| block.event.is_some_and(|event| earlier.contains(&(event as usize))));
@@ -351,7 +351,7 @@ fn is_kept(growth: &Growth, periods: &[usize], state: &HeapState) -> bool {
 }
 
 /// Whether the periods are iterations of the program: its modules are called in each of them. The layers of one model
-/// repeat each other too, and a forward pass keeps what each of them computes.
+/// are a repetition too, and a forward pass keeps what each of them computes.
 fn are_iterations(growth: &Growth, periods: &[usize], categories: &Categories) -> bool {
     let calls = categories.module_calls_between(periods[growth.first], periods[growth.last]);
     calls.is_none_or(|calls| calls + 1 >= growth.last - growth.first)
@@ -359,9 +359,9 @@ fn are_iterations(growth: &Growth, periods: &[usize], categories: &Categories) -
 
 /// The device of an explanation.
 struct Device {
-    /// The recorded one, as far as it is known.
+    /// The recorded device, as far as it is known.
     memory: DeviceMemory,
-    /// Another one, of which is asked whether the program fits on it.
+    /// Another device, if the question is whether the program fits on it.
     asked: Option<u64>,
 }
 
@@ -379,7 +379,7 @@ impl Device {
     }
 }
 
-/// What names blocks.
+/// The tables that name and categorize blocks.
 struct Naming<'a> {
     sites: CallSites<'a>,
     categories: BlockCategories<'a>,
@@ -421,13 +421,13 @@ fn explain_moment(
     }
 }
 
-/// What the device had free at an out-of-memory event. More than any device has is no size.
+/// The free memory of the device at an out-of-memory event. A number larger than any device is not a size.
 fn device_free(bytes: u64) -> Option<u64> {
     Some(bytes).filter(|&bytes| bytes < 1 << 50)
 }
 
 fn device_parts(state: &HeapState, request: Option<&RequestInfo>, device: &Device, device_free: Option<u64>) -> Parts {
-    // Of an unknown device the parts are those that are known.
+    // For an unknown device the parts are those that are known.
     Parts::new(state, request, device.memory.bytes_total.unwrap_or(0), device_free, bytes_context())
 }
 
@@ -475,7 +475,7 @@ fn on_device(
     Ok(OnDevice { bytes_total, orders: report.orders, oom_event, oom_bytes })
 }
 
-/// A history that shows little.
+/// Adds remarks about a history that shows little.
 fn remark_on_history(replay: &DeviceReplay<'_>, explanation: &mut Explanation) {
     const EVENTS_FEW: usize = 16;
     let count = replay.events().iter().filter(|event| !matches!(event.action, Action::Snapshot)).count();
@@ -492,7 +492,7 @@ fn remark_on_history(replay: &DeviceReplay<'_>, explanation: &mut Explanation) {
     }
 }
 
-/// Of a full device whose size is not known, nothing can be said about what others use of it.
+/// Adds a remark if the device was full and its size is not known: then the use by others is not known either.
 fn remark_on_device(explanation: &mut Explanation) {
     let moment = explanation.moment();
     let Some(FailedRequest { bytes_segment, device_free: Some(free), .. }) = moment.request else { return };

@@ -9,7 +9,7 @@ use super::parts::Parts;
 use super::periods;
 use crate::replay::{Checkpoints, DeviceReplay, HeapState, ReplayError, RequestInfo, Totals};
 
-/// What a moment is.
+/// The kind of a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MomentKind {
     /// The most was allocated, as `torch.cuda.max_memory_allocated()` counts it: with rounding. The first such moment.
@@ -53,11 +53,11 @@ pub enum MomentChoice {
     Time(u64),
 }
 
-/// What is explained about one moment. Requested bytes are what the program asked for, allocated bytes the blocks it
-/// got (PyTorch's `allocated_bytes`), reserved bytes what the allocator has from the driver.
+/// The explanation of one moment. Requested bytes are those that the program requested, allocated bytes those of its
+/// blocks (PyTorch's `allocated_bytes`), reserved bytes those that the allocator has from the driver.
 #[derive(Clone, Debug)]
 pub struct Moment {
-    /// What it is.
+    /// Its kind.
     pub kind: MomentKind,
     /// The event, counted from 0; the state is the one after it. `None` if the moment is before the first event, or
     /// there is no history.
@@ -68,7 +68,7 @@ pub struct Moment {
     pub bytes_requested: u64,
     /// Bytes of allocated blocks.
     pub bytes_allocated: u64,
-    /// What was reserved.
+    /// The reserved bytes.
     pub bytes_reserved: u64,
     /// The request that failed.
     pub request: Option<FailedRequest>,
@@ -78,20 +78,20 @@ pub struct Moment {
     pub largest_free: u64,
     /// Who held it.
     pub holders: Holders,
-    /// What kind of memory it was, in the order of [`Category::ALL`](crate::Category::ALL), without those of no bytes.
+    /// Its categories, in the order of [`Category::ALL`](crate::Category::ALL), without empty ones.
     pub categories: Vec<CategoryShare>,
-    /// The allocated blocks by address, if they were asked for.
+    /// The allocated blocks by address, if they were requested.
     pub blocks: Vec<AllocatedBlock>,
 }
 
 /// A request that ran out of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FailedRequest {
-    /// What was asked for.
+    /// The requested bytes.
     pub bytes: u64,
-    /// What would have been requested from the driver for it.
+    /// The bytes that would have been requested from the driver for it.
     pub bytes_segment: u64,
-    /// What the device had free, if the recording says.
+    /// The free memory of the device, if the recording contains it.
     pub device_free: Option<u64>,
     /// The stream.
     pub stream: u64,
@@ -102,7 +102,7 @@ pub struct FailedRequest {
 pub struct Peak {
     /// The bytes.
     pub bytes: u64,
-    /// The first event after which there were as many; `None` before the first event.
+    /// The first event after which this was reached; `None` if it was before the first event.
     pub event: Option<u64>,
 }
 
@@ -117,29 +117,29 @@ impl Peak {
 /// The peaks of a history.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Peaks {
-    /// Of requested bytes.
+    /// The peak of requested bytes.
     pub requested: Peak,
-    /// Of allocated bytes.
+    /// The peak of allocated bytes.
     pub allocated: Peak,
-    /// Of reserved bytes.
+    /// The peak of reserved bytes.
     pub reserved: Peak,
 }
 
-/// What one pass over the history tells.
+/// The results of one pass over the history.
 pub(super) struct Survey {
     pub peaks: Peaks,
     /// The most reserved, and of these moments the one with the most allocated.
     most_reserved: (u64, u64, Option<usize>),
     /// The events at which iterations begin.
     pub periods: Vec<usize>,
-    /// What was allocated then.
+    /// The bytes allocated then.
     pub allocated_at_periods: Vec<u64>,
     pub ooms: Vec<usize>,
     has_times: bool,
 }
 
 impl Survey {
-    /// With passes near the moments that it finds.
+    /// Also returns checkpoints near the moments that it finds.
     pub fn new<'a, 'r>(replay: &'a DeviceReplay<'r>) -> Result<(Self, Checkpoints<'a, 'r>), ReplayError> {
         let events = replay.events();
         let periods = periods::find(events);
@@ -161,7 +161,7 @@ impl Survey {
         Ok((survey, checkpoints))
     }
 
-    /// Returns whether the state may be asked for.
+    /// Returns whether the state may be needed later.
     fn see(&mut self, totals: &Totals, events: &[TraceEntry]) -> bool {
         let Totals { event, bytes_requested, bytes_allocated, bytes_reserved, .. } = *totals;
         let before = (self.peaks.allocated.bytes, self.most_reserved);
@@ -181,7 +181,7 @@ impl Survey {
         is_oom || before != (self.peaks.allocated.bytes, self.most_reserved)
     }
 
-    /// The moments to explain, the one that counts last: its kind and its event.
+    /// The moments to explain, with their events. The last one is the one that counts.
     pub fn moments(&self, choice: MomentChoice, events: &[TraceEntry]) -> Vec<(MomentKind, Option<usize>)> {
         const MOMENTS_MAX: usize = 16;
         let allocated = || {

@@ -9,7 +9,7 @@ use crate::replay::{HeapState, RequestInfo, StateBlock};
 pub struct Parts {
     /// Requested bytes of allocated blocks.
     pub allocated: u64,
-    /// What allocated blocks have beyond their requests.
+    /// Rounding: bytes of allocated blocks beyond their requests.
     pub rounding: u64,
     /// Free in the pool, the stream and the size class of the request, in blocks that are too small for it.
     pub free_too_small: u64,
@@ -21,7 +21,7 @@ pub struct Parts {
     pub free_other_streams: u64,
     /// Free in other pools: those of graphs and `MemPool`s, or the default pool for a request in one of them.
     pub free_other_pools: u64,
-    /// Freed, and waiting for streams that may still use it.
+    /// Pending free: waiting for streams that may still use it.
     pub waiting_for_streams: u64,
     /// Not reserved by the allocator, and free on the device.
     pub not_reserved: u64,
@@ -69,19 +69,19 @@ impl Parts {
         self.named().into_iter().fold(0, |sum, (_, bytes)| sum.saturating_add(bytes))
     }
 
-    /// What is allocated, with rounding.
+    /// Allocated bytes, with rounding.
     #[must_use]
     pub const fn live(&self) -> u64 {
         self.allocated.saturating_add(self.rounding)
     }
 
-    /// What the allocator has reserved.
+    /// Bytes that the allocator has reserved.
     #[must_use]
     pub fn reserved(&self) -> u64 {
         self.total().saturating_sub(self.not_reserved).saturating_sub(self.outside)
     }
 
-    /// What is free and kept for something else than the request: another size class, stream or pool.
+    /// Free memory that the request cannot use: in another size class, stream or pool.
     #[must_use]
     pub const fn kept_elsewhere(&self) -> u64 {
         let kept = self.free_other_size.saturating_add(self.free_other_streams);

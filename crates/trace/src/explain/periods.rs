@@ -1,7 +1,7 @@
 //! Iterations of a program, and whether it holds more from one to the next.
 //!
-//! A program in a loop makes the same allocations again and again. Among the allocations of one size and call stack,
-//! one kind is looked for that comes at regular distances over most of the history: each of them begins a period.
+//! A program in a loop makes the same allocations again and again. The search is for a kind of allocation, of one size
+//! and call stack, that occurs at regular distances over most of the history. Each occurrence begins a period.
 
 use rustc_hash::FxHashMap;
 use warpool::memory::{Action, StackId, TraceEntry};
@@ -13,7 +13,7 @@ const KINDS_MAX: usize = 4096;
 
 /// The events at which periods begin, ascending; empty if none are found.
 pub(super) fn find(events: &[TraceEntry]) -> Vec<usize> {
-    // Distances are counted in allocations: other events come and go with the allocator's state.
+    // Distances are counted in allocations: other events depend on the allocator's state.
     let allocations = || events.iter().enumerate().filter(|(_, event)| event.action == Action::Alloc);
     let mut kinds: FxHashMap<(u64, Option<StackId>), Kind> = FxHashMap::default();
     let mut count = 0_usize;
@@ -28,7 +28,7 @@ pub(super) fn find(events: &[TraceEntry]) -> Vec<usize> {
         count += 1;
     }
     let best = kinds.iter().filter_map(|(kind, found)| Some((found.irregularity(count)?, found.first, kind)));
-    // The most regular; of equals the one that comes first.
+    // The most regular one; the first of equals.
     let best = best.min_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)).then(a.2.cmp(b.2)));
     let Some((_, _, &(size, stack))) = best else { return Vec::new() };
     allocations().filter(|(_, event)| (event.size, event.stack) == (size, stack)).map(|(at, _)| at).collect()
@@ -78,14 +78,14 @@ impl Kind {
 pub(super) struct Growth {
     /// The first period that counts: what comes before is warm-up.
     pub first: usize,
-    /// The last one.
+    /// The last period.
     pub last: usize,
     /// How much more is allocated at its beginning.
     pub bytes: u64,
 }
 
 /// Whether the allocated bytes at the beginnings of the periods grow steadily: over the last two thirds, in nearly
-/// every period, and no less in the second half than in the first by much.
+/// every period, and in the second half not much less than in the first.
 pub(super) fn growth(bytes_at: &[u64]) -> Option<Growth> {
     const BYTES_MIN: u64 = 1 << 20;
     if bytes_at.len() < PERIODS_MIN {

@@ -1,4 +1,4 @@
-//! Why a request ran out of memory: one of a closed list, with the numbers behind it.
+//! Why a request ran out of memory: one of a fixed list of verdicts, with the numbers for it.
 
 use super::parts::Parts;
 use super::periods::Growth;
@@ -16,13 +16,13 @@ pub enum Verdict {
     OtherStreamOrPool,
     /// A memory limit that was set; the device has more.
     Limit,
-    /// The device would have sufficed, but others use too much of it.
+    /// The device would have sufficed, but others use too much of its memory.
     Outside,
     /// More is allocated from iteration to iteration.
     Growth,
     /// No request ran out of memory.
     Fitted,
-    /// The snapshot has no history that could tell.
+    /// The snapshot has no history.
     #[default]
     Unknown,
 }
@@ -71,7 +71,7 @@ impl Verdict {
     }
 }
 
-/// What a verdict is made from.
+/// The facts for a verdict.
 #[derive(Clone, Copy)]
 pub(super) struct Facts<'a> {
     pub parts: &'a Parts,
@@ -79,10 +79,10 @@ pub(super) struct Facts<'a> {
     pub is_known: bool,
     /// The request that failed.
     pub request: &'a RequestInfo,
-    /// What the device had free then.
+    /// The free memory of the device then.
     pub device_free: u64,
     pub limit: Option<InferredLimit>,
-    /// What a context takes.
+    /// The memory of a context.
     pub bytes_context: u64,
     pub growth: Option<&'a Growth>,
     /// How many iterations that growth took.
@@ -97,11 +97,11 @@ pub(super) struct Judgement {
     pub limit: Option<InferredLimit>,
     /// In sentences.
     pub evidence: Vec<String>,
-    /// What is allocated and requested beyond what the allocator could get.
+    /// By how much the allocated and requested bytes exceed what the allocator could get.
     pub missing: u64,
     /// A limit refused the request, not the device.
     pub is_limit: bool,
-    /// What others use of a known device, beside a context.
+    /// The bytes that others use of a known device, without one context.
     pub used_by_others: u64,
 }
 
@@ -121,7 +121,7 @@ pub(super) fn judge(facts: &Facts<'_>) -> Judgement {
     }
 }
 
-/// What the allocator could get.
+/// The memory that the allocator could get.
 fn available(facts: &Facts<'_>) -> u64 {
     let Facts { parts, request, device_free, limit, .. } = *facts;
     match limit {
@@ -181,7 +181,7 @@ fn verdict(facts: &Facts<'_>) -> (Verdict, Vec<String>) {
     let own = parts.free_too_small.saturating_add(parts.free_large_enough).saturating_add(headroom);
     let elsewhere = parts.kept_elsewhere();
     evidence.push(format!("{} were allocated, so {} would have sufficed", text(live), text(needed)));
-    // What is free in pieces decides in which iteration it runs out, not whether.
+    // Fragmentation decides in which iteration it runs out of memory, not whether it does.
     if let Some(growth) = growth.filter(|growth| growth.bytes > own.saturating_add(elsewhere)) {
         evidence.push(growth_text(growth, periods));
         return (Verdict::Growth, evidence);

@@ -39,7 +39,7 @@ pub(crate) enum DictKind {
     Settings,
     Divisions,
     Annotation,
-    /// Not a known part of a snapshot; nothing of it is kept.
+    /// Not a known part of a snapshot; its content is dropped.
     Skipped,
 }
 
@@ -56,7 +56,7 @@ pub(crate) enum ListKind {
     Annotations,
     /// A pool id as a list of two numbers: a tuple after a round trip through JSON.
     Pool,
-    /// Not a known part of a snapshot; nothing of it is kept.
+    /// Not a known part of a snapshot; its content is dropped.
     Skipped,
 }
 

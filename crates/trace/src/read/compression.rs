@@ -5,7 +5,7 @@ use std::io::{self, Read};
 
 use crate::budget::{Budget, Exceeded};
 
-/// The most memory for decompressing, of which a file decides how much is needed: xz's largest preset needs 65 MiB and
+/// The maximum memory for decompression. The file decides how much is needed: xz's largest preset needs 65 MiB and
 /// zstd's 128 MiB, but a header can ask for 4 GiB.
 const MEMORY_MAX: u64 = 512 << 20;
 

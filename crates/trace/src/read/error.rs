@@ -9,7 +9,7 @@ use super::compression::Compression;
 use crate::budget::Budget;
 use crate::snapshot::Invalid;
 
-/// Why a recording could not be read. Nothing of it is returned then.
+/// Why a recording could not be read. No partial recording is returned.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReadError {

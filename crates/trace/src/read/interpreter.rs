@@ -19,8 +19,8 @@ use crate::snapshot::{Builder, Invalid};
 
 /// The most bytes of a text. Names and settings are short; user metadata may be a page.
 const TEXT_MAX: u64 = 16 << 20;
-/// The most bytes of a text that is kept although nothing reads it there: it may be referred to elsewhere. Keys are
-/// shorter.
+/// Texts of more than this many bytes are dropped where nothing reads them. Shorter ones are kept, since they may be
+/// referred to elsewhere, as keys are.
 const SKIPPED_TEXT_MIN: u64 = 128;
 /// The least bytes of the pickle per container that is kept. A complete entry takes more than twice as many, so a
 /// pickle with fewer opens containers that it does not fill; well compressed, it could take any amount of memory.
@@ -89,7 +89,7 @@ impl<'i, 'a> Interpreter<'i, 'a> {
                     self.tuple(self.stack.len() - mark)?;
                 }
                 op::FRAME => {
-                    // How the writer buffered its output; the opcodes contain all the same.
+                    // The framing of the writer's output, which is not needed.
                     self.input.array::<8>("FRAME")?;
                 }
                 op::PROTO => {
@@ -318,7 +318,7 @@ impl<'i, 'a> Interpreter<'i, 'a> {
 /// The objects that a pickle can refer to again, by number. Writers number them without gaps.
 struct Memo {
     dense: Vec<Value>,
-    /// Numbers behind a gap. Writers do not use such, and a large number must not make a large table.
+    /// Numbers after a gap. Writers do not use them, and a large number must not cause a large table.
     sparse: BTreeMap<usize, Value>,
     budget: Budget,
 }
@@ -338,7 +338,7 @@ impl Memo {
 
     #[inline]
     fn put(&mut self, index: usize, value: Value) -> Result<(), Exceeded> {
-        // Of a B-tree that is filled in order, nodes are half empty.
+        // The nodes of a B-tree that is filled in order are half empty.
         const SPARSE_BYTES: u64 = 64;
         match index.cmp(&self.dense.len()) {
             Ordering::Less => self.dense[index] = value,

@@ -1,4 +1,4 @@
-//! The files of an archive, and which of them is the recording: their content tells, not their names.
+//! The files of an archive, and which of them is the recording, decided by content and not by name.
 
 use std::fmt;
 
@@ -75,7 +75,7 @@ struct Names {
 
 impl Names {
     fn add(&mut self, name: &[u8]) {
-        /// More would not be read, and the archive decides how many there are.
+        /// A reader needs no more, and an archive can have any number.
         const SHOWN: usize = 8;
         self.count += 1;
         if self.some.len() < SHOWN {

@@ -17,7 +17,7 @@ enum Parent {
     None,
     /// The dict at index `at` of the stack, under that key.
     Dict { at: usize, kind: DictKind, key: u32 },
-    /// The list at index `at` of the stack, `ahead` elements behind its present end.
+    /// The list at index `at` of the stack, `ahead` elements after its present end.
     List { at: usize, kind: ListKind, number: u32, ahead: usize },
     /// A container that is not read, such as a tuple.
     Other,

@@ -1,5 +1,5 @@
-//! The recording in a zip archive, such as `torch.save` writes. The directory at its end tells where the files are:
-//! `torch.save` leaves their sizes out of the headers before them.
+//! The recording in a zip archive, such as `torch.save` writes. The directory at its end has the positions of the
+//! files: `torch.save` leaves their sizes out of the headers before them.
 
 use std::cell::Cell;
 use std::io::Read;
@@ -19,7 +19,7 @@ pub(super) struct ZippedRecording<'a> {
     pub name: String,
     /// Its size in the archive.
     pub bytes: u64,
-    /// Bytes of it that have been read, before decompression.
+    /// Bytes of the recording that have been read, before decompression.
     pub bytes_read: Rc<Cell<u64>>,
 }
 

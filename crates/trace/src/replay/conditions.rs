@@ -1,7 +1,7 @@
-//! What a run is made with: the recorded conditions with the changes of a what-if, and in words for the report.
+//! The conditions of a run: the recorded ones with the changes of a what-if, and their description for the report.
 //!
-//! A what-if that changes nothing has the recorded conditions, whatever way it was asked: the result is then the
-//! recorded one.
+//! A what-if that changes nothing has the recorded conditions, however it is written, so its result is the recorded
+//! one.
 
 use warpool::driver::sim::SimDevice;
 use warpool::memory::{Backend, Lint, Reserve, Settings, SettingsError, lint};
@@ -27,7 +27,7 @@ pub(super) struct RecordedConditions<'a> {
     pub capacity_of_ranges: u64,
 }
 
-/// What a run is made with.
+/// The conditions of a run.
 #[derive(Clone, Debug)]
 pub(super) struct Conditions {
     pub settings: Settings,
@@ -40,7 +40,7 @@ pub(super) struct Conditions {
     /// Whether everything is as recorded.
     pub is_recorded: bool,
     pub in_force: InForce,
-    /// Warnings about the settings that were asked for.
+    /// Warnings about the settings of the what-if.
     pub warnings: Vec<String>,
 }
 
@@ -97,8 +97,9 @@ impl Conditions {
         Ok(conditions)
     }
 
-    /// Expandable segments reserve addresses in proportion to the device. On a larger one they would not fit between
-    /// the recorded addresses of others: the ranges stay as long as recorded, which is enough for a recorded program.
+    /// Expandable segments reserve addresses in proportion to the device. On a larger device they would not fit between
+    /// the recorded addresses of other segments, so the ranges keep their recorded length, which is enough for the
+    /// recorded program.
     fn keep_address_ranges(&mut self, recorded: RecordedConditions<'_>) {
         let both = self.settings.expandable_segments && recorded.settings_inferred.expandable_segments;
         let is_longer = self.capacity > recorded.capacity_of_ranges;
@@ -146,7 +147,7 @@ impl Conditions {
         }
     }
 
-    /// What the entries that were given do not do here: under this allocator, with the limit that is in force.
+    /// Warnings about given entries that have no effect with this allocator and this limit.
     fn warnings_about(&self, given: &str) -> Vec<String> {
         if given.is_empty() {
             return Vec::new();
@@ -160,7 +161,7 @@ impl Conditions {
         let given_at = backend.len()..backend.len() + given.len();
         let Lint { problems, warnings, .. } = lint(&format!("{backend}{given}{limit}"));
         let is_given = |at: Option<usize>| at.is_some_and(|at| given_at.contains(&at));
-        // A program could not be started like this; a replay goes on without it.
+        // A program with this combination would not start; a replay ignores the entry.
         let excluded = "expandable_segments";
         let problems = problems.iter().filter(|_| !backend.is_empty() && names(given, excluded)).take(1);
         let problems =
@@ -178,12 +179,12 @@ pub(crate) fn bytes_context() -> u64 {
     SimDevice::h200().bytes_context
 }
 
-/// The settings that are asked for; `None` if none are.
+/// The settings of a what-if; `None` if it changes none.
 fn asked_settings(recorded: &Settings, what_if: &WhatIf) -> Result<Option<Settings>, SettingsError> {
     let Some(changes) = what_if.changes.as_deref().filter(|changes| !changes.trim().is_empty()) else {
         return Ok(what_if.settings.clone());
     };
-    // For errors that are about what was asked alone.
+    // Parsed alone first, so that an error is about the given entries only.
     parse(changes)?;
     let base = what_if.settings.as_ref().unwrap_or(recorded);
     let conf = base.to_conf_string();
@@ -208,13 +209,13 @@ fn names(entries: &str, key: &str) -> bool {
     entries.contains(key)
 }
 
-/// Whether a size that was asked for is that of the recorded device, which people write as 139.8GiB. One that is not
-/// known is never the same: the size is then all that is known about the device.
+/// Whether a given size is that of the recorded device, which may be written as 139.8GiB. An unknown device is never
+/// the same: the given size is then all that is known about the device.
 pub(super) fn is_same_device(bytes: u64, recorded: &DeviceMemory) -> bool {
     recorded.bytes_total.is_some_and(|total| bytes.abs_diff(total) <= total / 1000)
 }
 
-/// What the settings let an allocator reserve on a device, if that is limited.
+/// The limit that the settings set for reserved memory on a device, if any.
 fn settings_limit(settings: &Settings, capacity: u64) -> Option<u64> {
     #[expect(
         clippy::cast_precision_loss,

@@ -1,5 +1,5 @@
 //! The recording of one device with the interpretation that reproduces it. What-ifs are answered from here: the proof
-//! is found once, and each what-if is one run, or one for each order of addresses.
+//! is found once, and each what-if is one run, or one for each address order.
 
 use std::time::Instant;
 
@@ -102,7 +102,7 @@ impl<'a> DeviceReplay<'a> {
             report.recorded_seconds.map(|seconds| Steady { recorded_seconds: seconds / 2.0, ..Steady::default() });
         report.orders = answer.orders;
         if options.rounds > 1 {
-            // In one order of addresses: recorded ones as far as they apply, then upwards.
+            // In one address order: recorded addresses as far as they apply, then upwards.
             let run = self.run(&conditions, self.reproduced().is_some());
             let rounds = run.run_rounds(options.rounds, options.progress);
             report.rounds = rounds.map_err(|error| error.with_limit(&self.budget))?;
@@ -116,9 +116,9 @@ impl<'a> DeviceReplay<'a> {
         Ok(report)
     }
 
-    /// The first order of addresses in which a what-if does not fit; `None` if it fits in all of them. It is the
-    /// question of [`report`](Self::report) without the figures: the order `tried_first` comes first, and no further
-    /// one is tried when one fails.
+    /// The first address order in which a what-if does not fit; `None` if it fits in all of them. Like
+    /// [`report`](Self::report) without the figures: starts with the order `tried_first`, and stops at the first order
+    /// that fails.
     pub(crate) fn first_failure(
         &self,
         what_if: &WhatIf,
@@ -134,8 +134,8 @@ impl<'a> DeviceReplay<'a> {
         first_failure(&run, orders, tried_first).map_err(|error| error.with_limit(&self.budget))
     }
 
-    /// A size near `bytes` that is another device than the recorded one: under a recorded limit, what fits there would
-    /// else depend on the limit and not on the size.
+    /// A size near `bytes` that counts as another device than the recorded one. On the recorded device with a recorded
+    /// limit, the result would depend on the limit and not on the size.
     pub(crate) fn other_capacity(&self, bytes: u64) -> u64 {
         match self.card.bytes_total {
             Some(total) if self.limit().is_some() && is_same_device(bytes, &self.card) => total - total / 1000 - 1,
@@ -164,7 +164,6 @@ impl<'a> DeviceReplay<'a> {
         &self.settings
     }
 
-    /// The events.
     pub(crate) fn events(&self) -> &'a [TraceEntry] {
         self.events
     }
@@ -174,12 +173,12 @@ impl<'a> DeviceReplay<'a> {
         &self.segments
     }
 
-    /// The budget that all of it takes from.
+    /// The budget of the replays.
     pub(super) fn budget(&self) -> &Budget {
         &self.budget
     }
 
-    /// The device that it was recorded on, as far as the recording tells.
+    /// The device that it was recorded on, as inferred from the recording.
     #[must_use]
     pub fn card(&self) -> &DeviceMemory {
         &self.card
@@ -202,8 +201,8 @@ impl<'a> DeviceReplay<'a> {
         }
     }
 
-    /// The memory of the recorded device for what-ifs: that of its card, if known. Where its context was smaller than
-    /// the simulated one, it is more, so that the program has what it had.
+    /// The memory of the recorded device for what-ifs: that of its card, if known. If its context was smaller than the
+    /// simulated one, the size is larger, so that the program has the same memory.
     fn capacity_recorded(&self) -> u64 {
         let Some(total) = self.card.bytes_total else { return self.capacity.max(default_capacity()) };
         let limit = self.proof.limit().map_or(0, |limit| limit.used);
@@ -247,7 +246,7 @@ impl<'a> DeviceReplay<'a> {
         self.proof.result.as_ref().filter(|result| !result.not_started)
     }
 
-    /// The recorded program in several orders of addresses, from a step on.
+    /// The recorded program in several address orders, from a step on.
     fn control(
         &self,
         free_from_step: usize,
@@ -271,7 +270,7 @@ impl<'a> DeviceReplay<'a> {
             steady_from_us: self.recorded_time.map(RecordedTime::midpoint_us),
             inference,
             plan: &interpretation.plan,
-            // Expandable segments in place of others, or others in place of them, would have led to other segments.
+            // With `expandable_segments` changed, the program would have had other segments.
             restores_segments: could_start
                 && recorded_allocator(&inference.settings) == AllocatorChoice::Caching
                 && settings.expandable_segments == inference.settings.expandable_segments,
@@ -336,7 +335,7 @@ fn warn(allocator: AllocatorChoice, is_recorded: bool, report: &mut ReplayReport
         });
     }
     if allocator == AllocatorChoice::DriverPool {
-        // What was proven is the model of the caching allocator.
+        // Only the model of the caching allocator was proven.
         let text = "the driver's memory pool is simulated without fragmentation: its reserved bytes are a lower bound";
         report.warnings.push(text.to_owned());
     }

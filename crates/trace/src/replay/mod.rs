@@ -1,9 +1,9 @@
 //! Replays recordings on the simulated GPU, with the real allocators.
 //!
 //! The requests of the recorded program are made again: allocations, frees, streams, and the events at which other
-//! streams had passed. What its allocator did is not repeated but compared: with the recorded settings, and with
-//! memory from the driver at the recorded addresses, every address and every segment must come out as recorded. This
-//! proves the model on the recording before a what-if is answered with it.
+//! streams had passed. The actions of its allocator are not replayed but compared: with the recorded settings, and with
+//! memory from the driver at the recorded addresses, every address and every segment must be as recorded. This proves
+//! the model on the recording before it answers a what-if.
 //!
 //! ```no_run
 //! use warpool::memory::Settings;
@@ -17,14 +17,14 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! A what-if gets the recorded addresses as long as it asks for the recorded segments. Beyond that it is replayed in
-//! several orders of addresses, and so is the recorded program as a control: see [`AddressOrders`].
+//! A what-if gets the recorded addresses as long as it requests the recorded segments. If it needs other segments, it
+//! is replayed in several address orders, and so is the recorded program as a control: see [`AddressOrders`].
 //!
-//! How: `infer/` reconstructs the state at the first event and infers what the recording does not contain, `plan/`
-//! makes steps of the events, `run/` performs the steps on a simulated device and compares, and `prove.rs` tries
-//! interpretations until one reproduces the recording. `device.rs` answers what-ifs from there: `conditions.rs` says
-//! what each is made with, `orders.rs` runs it in several orders of addresses, `run/rounds.rs` several
-//! times one after another.
+//! `infer/` reconstructs the state at the first event and infers what the recording does not contain. `plan/` makes
+//! steps from the events. `run/` performs the steps on a simulated device and compares. `prove.rs` tries
+//! interpretations until one reproduces the recording. `device.rs` answers what-ifs from there: `conditions.rs`
+//! determines the conditions of each, `orders.rs` runs it in several address orders, `run/rounds.rs` several times one
+//! after another.
 
 mod conditions;
 mod device;

@@ -1,4 +1,4 @@
-//! What a caller of a replay chooses.
+//! The options of a replay.
 
 use warpool::memory::Settings;
 
@@ -18,8 +18,7 @@ pub struct ReplayOptions<'a> {
     /// or enough for the recording if that is not known ([`DeviceReplay::card`](super::DeviceReplay::card)). With
     /// another device than the recorded one, a memory limit that was recorded no longer applies.
     pub capacity: Option<u64>,
-    /// In how many orders of addresses a what-if is replayed, where addresses can matter; `None` is
-    /// [`ADDRESS_ORDERS`].
+    /// In how many address orders a what-if is replayed, where addresses can matter; `None` is [`ADDRESS_ORDERS`].
     pub address_orders: Option<u32>,
     /// How many times the program is run one after another, in further runs beside the answer, if more than once: see
     /// [`ReplayReport::rounds`](super::ReplayReport::rounds).
@@ -38,11 +37,11 @@ pub struct ReplayOptions<'a> {
     pub stop: Stop,
 }
 
-/// In how many orders of addresses a what-if is replayed.
+/// In how many address orders a what-if is replayed.
 pub const ADDRESS_ORDERS: u32 = 16;
 
 impl ReplayOptions<'_> {
-    /// What they ask.
+    /// The what-if of these options.
     pub(super) fn what_if(&self) -> WhatIf {
         let Self { settings, changes, allocator, capacity, .. } = self;
         WhatIf { settings: settings.clone(), changes: changes.clone(), allocator: *allocator, capacity: *capacity }

@@ -1,6 +1,6 @@
-//! One what-if in several orders of addresses. As long as it asks for the recorded segments it gets them at the
-//! recorded addresses; if it never asks for others, there is one order only. Beyond that the driver's addresses are not
-//! known, and a seed chooses them: the answer is the range of the results.
+//! One what-if in several address orders. As long as it requests the recorded segments, it gets them at the recorded
+//! addresses; if it never requests others, there is only one order. After that the driver's addresses are not known,
+//! and a seed chooses them: the answer is the range of the results.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,7 +20,7 @@ pub(super) struct OrderOptions {
 }
 
 impl OrderOptions {
-    /// With no more threads than there is memory for, if each takes as much as that one did.
+    /// With no more threads than there is memory for, if each run takes as much as that one.
     pub fn within(self, run: &Run<'_>, result: &RunResult) -> Self {
         let each = (result.bytes_taken + result.bytes_taken / 4).max(1);
         let threads = usize::try_from(run.budget.left() / each).unwrap_or(usize::MAX);
@@ -39,7 +39,7 @@ pub(super) struct OrderResults {
     pub options: OrderOptions,
 }
 
-/// Runs in one order, and if addresses can matter in all.
+/// Runs in one order, and in all orders if addresses can matter.
 pub(super) fn run_orders(
     run: &Run<'_>,
     options: OrderOptions,
@@ -56,7 +56,7 @@ pub(super) fn run_orders(
 }
 
 /// The first order in which a run does not fit, `tried_first` before the others. The orders are those of
-/// [`run_orders`]: where no address is free, one stands for all.
+/// [`run_orders`]: if all addresses are as recorded, or do not matter, one order is enough.
 pub(super) fn first_failure(run: &Run<'_>, orders: u32, tried_first: u32) -> Result<Option<u32>, ReplayError> {
     let first = if tried_first < orders { tried_first } else { 0 };
     for order in std::iter::once(first).chain((0..orders).filter(|&order| order != first)) {
@@ -71,7 +71,7 @@ pub(super) fn first_failure(run: &Run<'_>, orders: u32, tried_first: u32) -> Res
     Ok(None)
 }
 
-/// Runs the recorded program with the same freedom: recorded addresses before `free_from_step`, and the same orders.
+/// Runs the recorded program in the same orders, with recorded addresses before `free_from_step`.
 pub(super) fn run_control(
     run: &Run<'_>,
     free_from_step: usize,
@@ -118,14 +118,15 @@ pub(super) fn fits(result: &RunResult) -> bool {
 }
 
 /// Whether the addresses of segments can change the result: the caching allocator chooses between free blocks of one
-/// size by address, as PyTorch up to 2.11, or by age. The others have one range of addresses for each list of blocks.
+/// size by address, as PyTorch up to 2.11, or by age. The other allocators have one range of addresses for each list of
+/// blocks.
 fn depends_on_addresses(run: &Run<'_>) -> bool {
     run.allocator == AllocatorChoice::Caching && run.settings.free_block_order == FreeBlockOrder::Address
 }
 
 /// The run with the addresses of a seed.
 fn seeded<'a>(run: &Run<'a>, seed: u64) -> Run<'a> {
-    // Around the recorded addresses, so that new segments come before, between and behind the recorded ones, with room
+    // Around the recorded addresses, so that new segments come before, between and after the recorded ones, with room
     // for the address ranges of expandable segments.
     const RANGES: u64 = 64;
     const ALIGNMENT: u64 = 2 << 20;

@@ -1,5 +1,5 @@
-//! The requests of a recorded program, for any allocator on any driver. Nothing is compared and nothing is looked up
-//! while they are made, so that the time is the allocator's: see `warpool bench alloc --recording`.
+//! The requests of a recorded program, for any allocator on any driver. No comparisons or lookups are made meanwhile,
+//! so that the measured time is the allocator's: see `warpool bench alloc --recording`.
 
 use warpool::driver::{DeviceId, DevicePtr, StreamId};
 use warpool::memory::{DeviceAllocator, Request, Settings, Snapshot};
@@ -10,8 +10,8 @@ use super::recording::Survey;
 use super::{ReplayError, bytes_in_memory};
 use crate::budget::Budget;
 
-/// The allocations and frees of a recorded program on one device, all in the default pool. What was allocated before
-/// the first event, requests that failed, and releases of cached memory are left out.
+/// The allocations and frees of a recorded program on one device, all in the default pool. Left out are blocks
+/// allocated before the first event, failed requests, and releases of cached memory.
 #[derive(Clone, Debug)]
 pub struct Program {
     steps: Vec<ProgramStep>,
@@ -75,8 +75,8 @@ impl Program {
         self.streams
     }
 
-    /// Makes all requests, on as many streams as it uses. Blocks that the recorded program used on a second stream are
-    /// used on `other`. [`free_rest`](Self::free_rest) must follow before the next run.
+    /// Makes all requests, on [`streams`](Self::streams) streams. Blocks that the recorded program used on a second
+    /// stream are used on `other`. [`free_rest`](Self::free_rest) must follow before the next run.
     ///
     /// # Errors
     /// That of the allocator.

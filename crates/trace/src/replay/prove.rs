@@ -1,6 +1,6 @@
 //! Finds the interpretation of a recording that reproduces it. A recording does not contain the order of free blocks,
-//! its pools, its memory limit or every change of settings; what is inferred about them is confirmed by a replay in
-//! which every address and every segment event is as recorded.
+//! its pools, its memory limit or every change of settings; they are inferred, and confirmed by a replay in which every
+//! address and every segment event is as recorded.
 
 use warpool::driver::sim::SimDevice;
 use warpool::memory::{Action, Backend, FreeBlockOrder, Settings};
@@ -142,7 +142,7 @@ impl Proof {
         Some(InferredLimit { at_least, below, used: self.memory_limit?, device_full, device_had })
     }
 
-    /// The device, as far as its free memory at out-of-memory events tells. Logs of other allocators do not have it.
+    /// The device, as inferred from its free memory at out-of-memory events. Logs of other allocators do not have it.
     pub fn device_memory(&self, recording: DeviceRecording<'_>) -> DeviceMemory {
         let initial = self.interpretation.inference.initial.as_ref();
         let mut reserved = initial.map_or(0, |initial| initial.heap.bytes_reserved());
@@ -207,7 +207,7 @@ struct Search<'a> {
 
 impl Search<'_> {
     /// Tries the simple interpretation first, then all that can be inferred: in both orders of free blocks, with and
-    /// without pauses as signs, with the likely limits, and at last with changes of `expandable_segments`. If none
+    /// without pauses as evidence, with the likely limits, and at last with changes of `expandable_segments`. If none
     /// reproduces the recording, returns the one with the most equal addresses.
     fn run(&self) -> Result<Proof, ReplayError> {
         if self.settings.backend == Backend::Paged {
@@ -378,8 +378,8 @@ impl Search<'_> {
         })
     }
 
-    /// The orders of free blocks, the likelier first. PyTorch names pools in its history from the version on in which
-    /// it changed the order.
+    /// The orders of free blocks, the likelier first. PyTorch names pools in its history since the version that changed
+    /// the order.
     fn orders(&self) -> [FreeBlockOrder; 2] {
         match self.recording.survey.names_pools {
             true => [FreeBlockOrder::Registration, FreeBlockOrder::Address],

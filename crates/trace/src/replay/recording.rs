@@ -1,5 +1,5 @@
-//! The recording of one device: its events, its segments when the snapshot was taken, and what a first pass over both
-//! tells.
+//! The recording of one device: its events, its segments when the snapshot was taken, and the results of a first pass
+//! over both.
 
 use std::collections::BTreeSet;
 
@@ -39,7 +39,6 @@ pub fn has_times(events: &[TraceEntry]) -> bool {
     events.windows(2).any(|pair| pair[0].time_us != pair[1].time_us)
 }
 
-/// The recording of one device.
 #[derive(Clone, Copy)]
 pub(super) struct DeviceRecording<'a> {
     pub device: u32,
@@ -58,8 +57,8 @@ impl DeviceRecording<'_> {
     }
 }
 
-/// What is known about a recording after one pass over its events. A pass takes as long as memory needs to deliver
-/// them, which is why there are few.
+/// What is known about a recording after one pass over its events. Passes are limited by memory bandwidth, which is why
+/// there are few.
 #[derive(Debug)]
 pub(super) struct Survey {
     /// The streams of the events, ascending.
@@ -68,7 +67,7 @@ pub(super) struct Survey {
     pub names_pools: bool,
     /// Whether memory came from the driver.
     pub allocates_segments: bool,
-    /// Whether any of it was mapped, into an expandable segment.
+    /// Whether memory was mapped into an expandable segment.
     pub maps_segments: bool,
     /// Whether the history starts with an empty allocator: its events add up to the segments of the snapshot.
     pub is_complete: bool,
@@ -79,7 +78,7 @@ pub(super) struct Survey {
 
 impl Survey {
     /// Refuses damaged numbers that no program produces: addresses and sizes that no device has, blocks outside of
-    /// their segments. Behind this, sums of an address and some sizes do not overflow.
+    /// their segments. After this check, sums of an address and some sizes do not overflow.
     pub fn new(device: u32, events: &[TraceEntry], segments: &[&SegmentInfo]) -> Result<Self, ReplayError> {
         const STREAMS_MAX: usize = 65_535;
         if u32::try_from(events.len()).is_err() {
@@ -185,7 +184,7 @@ fn allocated_blocks(segments: &[&SegmentInfo]) -> i64 {
 
 fn is_plausible(event: &TraceEntry) -> bool {
     match event.action {
-        // Its address is a size: what was free on the device.
+        // The address field is a size: the free memory of the device.
         Action::Oom => event.size < SizeRules::REQUEST_TOO_LARGE,
         Action::Snapshot | Action::Annotate => true,
         Action::SegmentAlloc | Action::SegmentFree | Action::SegmentMap | Action::SegmentUnmap => {

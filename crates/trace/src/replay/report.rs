@@ -41,22 +41,23 @@ pub struct ReplayReport {
     pub steady: Option<Steady>,
     /// The time the replay took, with all runs that were needed to reproduce the recording.
     pub replay_seconds: f64,
-    /// The part of it in which the requested run made its requests: without preparation, and without other runs.
+    /// The part of it that the requested run took for its requests, without preparation and without other runs.
     pub run_seconds: f64,
     /// How far the recorded settings reproduce the recording.
     pub fidelity: Fidelity,
     /// What the recording does not contain and was inferred.
     pub inferred: Inferences,
-    /// What the run was made with, and how that differs from the recording.
+    /// The conditions of the run, and how they differ from the recording.
     pub in_force: InForce,
-    /// The result over several orders of addresses; the other figures are those of the worst of them.
+    /// The result over several address orders; the other figures are those of the worst of them.
     pub orders: AddressOrders,
-    /// The recorded program under the same freedom: recorded addresses up to the first segment that the what-if asked
-    /// for and the recording did not, and beyond it the same orders. `None` where addresses were as recorded, or do not
-    /// matter.
+    /// The recorded program in the same address orders: recorded addresses up to the first segment that the what-if
+    /// requested and the recording did not, then the same random ones. `None` where addresses were as recorded, or do
+    /// not matter.
     pub control: Option<AddressOrders>,
-    /// The program several times one after another on one device, where that was asked for: what it needs in a longer
-    /// run. Between two rounds all is freed. It ends with the first round that ran out of memory before its end.
+    /// The program several times one after another on one device, if that was requested: what it needs in a longer run.
+    /// Everything is freed between two rounds. It ends with the first round that could not be completed for lack of
+    /// memory.
     pub rounds: Vec<Round>,
     /// Warnings about the result, such as a what-if on a recording that could not be reproduced.
     pub warnings: Vec<String>,
@@ -115,7 +116,7 @@ impl Inferences {
     }
 }
 
-/// What a run is made with, and how that differs from the recording.
+/// The conditions of a run, and how they differ from the recording.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct InForce {
     /// The recorded settings, as a string: what differs from the defaults.
@@ -136,7 +137,7 @@ pub struct InForce {
     pub device_name: Option<String>,
     /// The memory of the simulated device. Where the recorded one is not known, it is large enough for the recording.
     pub device_bytes_simulated: u64,
-    /// What the allocator may reserve: of a known device less the context, and within a limit; `None` without both.
+    /// The bytes that the allocator may reserve: a known device less the context, within a limit; `None` without both.
     pub bytes_available: Option<u64>,
     /// The limit that is in force.
     pub memory_limit: Option<u64>,
@@ -184,7 +185,7 @@ pub struct SettingChange {
     pub used: String,
 }
 
-/// The result of one program over several orders of addresses. The driver chooses addresses, and PyTorch's allocator
+/// The result of one program over several address orders. The driver chooses addresses, and PyTorch's allocator
 /// chooses between free blocks of one size by address: a result that holds in one order need not hold in another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AddressOrders {
@@ -196,8 +197,8 @@ pub struct AddressOrders {
     pub peak_reserved_bytes_least: u64,
     /// The largest of them.
     pub peak_reserved_bytes_most: u64,
-    /// The least that was never reserved of what the allocator may reserve, among the orders that fit; `None` also if
-    /// the device is not known.
+    /// The least margin among the orders that fit: what the allocator may reserve, less its peak. `None` also if the
+    /// device is not known.
     pub margin_bytes_least: Option<u64>,
 }
 
@@ -210,7 +211,7 @@ impl AddressOrders {
 }
 
 /// The second half of the recorded time, in which most programs only repeat what they have done before: an allocator
-/// should need the driver less than at the start. A replay that stops early has counted only until there.
+/// should need the driver less than at the start. A replay that stops early has counted only up to that point.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Steady {
     /// Its length.
@@ -219,8 +220,8 @@ pub struct Steady {
     pub driver_calls: u64,
     /// The time of the driver calls by the simulated device's cost model.
     pub driver_seconds_modelled: f64,
-    /// The part of it that went into remapping: mapping physical memory that was mapped before, setting access to
-    /// these mappings, and unmapping the old ones. Mapping new memory for the first time is growth, not remapping.
+    /// The part of it that went into remapping: mapping physical memory that was mapped before, setting access to these
+    /// mappings, and unmapping the old ones. The first mapping of new memory is not remapping.
     pub remap_seconds_modelled: f64,
     /// Bytes that were remapped.
     pub bytes_remapped: u64,
@@ -253,7 +254,7 @@ pub enum Outcome {
     /// All events were replayed, and no request ran out of memory.
     #[default]
     Completed,
-    /// A request ran out of memory. If the recorded request did too, the replay went on behind it.
+    /// A request ran out of memory. If the recorded request did too, the replay went on after it.
     OutOfMemory {
         /// The event of the first such request, counted from 0.
         event: u64,
@@ -356,7 +357,7 @@ pub struct InferredLimit {
     pub used: u64,
     /// Whether the device was full, rather than a limit set: it had less free than the failed request needed.
     pub device_full: bool,
-    /// What a full device had for the program at the requests that failed, reserved and free: the least and the most.
-    /// They differ where others use it too.
+    /// The memory that a full device had for the program at the failed requests, reserved plus free: the least and the
+    /// most. They differ where others use it too.
     pub device_had: Option<(u64, u64)>,
 }

@@ -1,5 +1,5 @@
-//! The segments and blocks of the recorded allocator at chosen events, as the events themselves tell them: addresses
-//! and sizes are the recorded ones, whatever a replay does.
+//! The segments and blocks of the recorded allocator at chosen events, from the recorded events alone: addresses and
+//! sizes are the recorded ones, whatever a replay does.
 
 use std::ops::Range;
 use std::rc::Rc;
@@ -41,7 +41,7 @@ impl PoolKey {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct HeapState {
     pub bytes_reserved: u64,
-    /// What could be returned to the driver.
+    /// Bytes that could be returned to the driver.
     pub bytes_releasable: u64,
     pub blocks: Vec<StateBlock>,
 }
@@ -52,7 +52,7 @@ pub(crate) struct RequestInfo {
     pub bytes: u64,
     /// The size of its block.
     pub bytes_rounded: u64,
-    /// What was, or would have been, requested from the driver.
+    /// The bytes that were, or would have been, requested from the driver.
     pub bytes_segment: u64,
     pub stream: u64,
     pub kind: SegmentKind,
@@ -122,13 +122,13 @@ impl HeapState {
 pub(crate) struct Totals {
     pub event: usize,
     pub bytes_reserved: u64,
-    /// Of allocated blocks.
+    /// Bytes of allocated blocks.
     pub bytes_allocated: u64,
-    /// Of these, what was requested.
+    /// Requested bytes of allocated blocks.
     pub bytes_requested: u64,
-    /// Of blocks that were freed and wait for streams.
+    /// Bytes of pending free blocks.
     pub bytes_waiting: u64,
-    /// What could be returned to the driver: segments without allocations, or whole chunks of expandable ones.
+    /// Bytes that could be returned to the driver: segments without allocations, or whole chunks of expandable ones.
     pub bytes_releasable: u64,
     pub change: StateChange,
 }
@@ -136,18 +136,18 @@ pub(crate) struct Totals {
 /// What an event changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum StateChange {
-    /// Nothing, or nothing that the state before it allows.
+    /// Nothing, or a change that contradicts the state before it.
     #[default]
     Nothing,
     /// A block was allocated.
     Allocated { addr: u64, bytes: u64, requested: u64, stack: Option<StackId> },
-    /// A block was freed, and waits for streams.
+    /// A block was freed and is pending free.
     FreeRequested { addr: u64 },
     /// A block is free.
     Freed { addr: u64 },
-    /// Memory came from the driver.
+    /// Memory was allocated or mapped from the driver.
     Reserved { addr: u64, bytes: u64, stream: u64, kind: SegmentKind, pool: PoolKey, segment: u32 },
-    /// Memory went back to it.
+    /// Memory was returned to the driver.
     Released { addr: u64, bytes: u64 },
 }
 
@@ -168,7 +168,7 @@ impl<'r> DeviceReplay<'r> {
     }
 
     /// Passes over all events, and calls `on_event` after each. Where it returns `true`, a state near that event will
-    /// be asked for: the result has a pass from which that is not far.
+    /// be needed, and the result has a checkpoint near it.
     pub(crate) fn walk(&self, mut on_event: impl FnMut(&Totals) -> bool) -> Result<Checkpoints<'_, 'r>, ReplayError> {
         /// A copy takes as long as some events for each of its blocks.
         const EVENTS_MIN: usize = 1 << 16;
@@ -226,8 +226,8 @@ impl<'r> DeviceReplay<'r> {
         Ok(states)
     }
 
-    /// Blocks that are still allocated at the end are in the snapshot, with their stacks. Those from before the history
-    /// have them only there, and all do if the events were recorded without.
+    /// Blocks that are still allocated at the end are in the snapshot, with their stacks. Blocks from before the
+    /// history have their stacks only there, and so do all blocks if the events have no stacks.
     fn add_stacks_of_survivors(&self, states: &mut [HeapState]) {
         let mut unknown = states.iter_mut().flat_map(|state| &mut state.blocks);
         let is_unknown = |block: &StateBlock| block.stack.is_none() && block.state == BlockState::ActiveAllocated;
@@ -297,7 +297,7 @@ impl<'r> DeviceReplay<'r> {
 #[derive(Default)]
 pub(crate) struct Checkpoints<'a, 'r>(Vec<Rc<(usize, StatePass<'a, 'r>)>>);
 
-/// Adds a checkpoint, unless it is there. Of more than a few the first go: peaks come late.
+/// Adds a checkpoint, unless it exists. If there are too many, the first ones are dropped, since peaks come late.
 fn keep<'a, 'r>(kept: &mut Vec<Rc<(usize, StatePass<'a, 'r>)>>, checkpoint: Option<&Rc<(usize, StatePass<'a, 'r>)>>) {
     const KEPT_MAX: usize = 4;
     let Some(checkpoint) = checkpoint else { return };
@@ -314,7 +314,7 @@ fn keep<'a, 'r>(kept: &mut Vec<Rc<(usize, StatePass<'a, 'r>)>>, checkpoint: Opti
 struct StatePass<'a, 'r> {
     replay: &'a DeviceReplay<'r>,
     heap: RecordedHeap,
-    /// The events from which on `expandable_segments` was another, of those that are left.
+    /// The remaining events at which `expandable_segments` changes.
     toggles: &'a [u32],
     /// Allocated or pending blocks that are in no known segment, by address: logs without segments.
     strays: FxHashMap<u64, StateBlock>,
@@ -327,7 +327,7 @@ struct Bytes {
     allocated: u64,
     requested: u64,
     waiting: u64,
-    /// Of blocks that are in no known segment.
+    /// Bytes of blocks that are in no known segment.
     stray: u64,
 }
 
@@ -431,7 +431,7 @@ impl StatePass<'_, '_> {
         StateChange::Reserved { addr, bytes, stream, kind, pool, segment }
     }
 
-    /// A block in no known segment is gone. Returns whether there was one.
+    /// Removes a block in no known segment. Returns whether there was one.
     fn forget_stray(&mut self, addr: u64) -> bool {
         // Few recordings have any.
         if self.strays.is_empty() {

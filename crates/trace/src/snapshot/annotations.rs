@@ -51,7 +51,7 @@ pub(super) fn complete(
     let complete = |(index, &number): (usize, &u32)| {
         let annotation = drafts[number as usize].complete(texts);
         let annotation = annotation.map_err(|invalid| invalid.within(&format!(".external_annotations[{index}]")))?;
-        // Each has its own copy of its texts; while the list grows there are two of it.
+        // Each annotation has its own copy of its texts. While the list grows, there are two lists.
         let texts = annotation.name.len() + annotation.stage.len() + 32;
         budget.take(3 * size_of::<Annotation>() as u64 + texts as u64)?;
         Ok(annotation)

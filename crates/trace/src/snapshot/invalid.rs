@@ -22,7 +22,7 @@ impl Invalid {
         Self { path: String::new(), what: what.into() }
     }
 
-    /// The memory limit was reached. The reader says so, in place of this.
+    /// The memory limit was reached. The reader reports that error instead of this one.
     pub(super) fn memory_limit() -> Self {
         Self::new("the memory limit was reached")
     }

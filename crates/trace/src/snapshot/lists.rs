@@ -212,7 +212,7 @@ impl EntryList {
 
 /// Adds an item to an arena. Returns its number.
 pub(super) fn add<T>(budget: &Budget, arena: &mut Vec<T>, item: T) -> Result<u32, Invalid> {
-    // The last number is not used, so that a run can end behind every entry.
+    // The last number is not used, so that a run can end after any entry.
     let number = u32::try_from(arena.len()).ok().filter(|&number| number < u32::MAX);
     let number = number.ok_or_else(|| Invalid::new("too many objects for one recording"))?;
     budget.reserve_one(arena)?;

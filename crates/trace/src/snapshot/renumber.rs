@@ -25,7 +25,7 @@ pub(super) fn renumber(
         if let Some(old) = text.map(TextId::index) {
             let new = text_numbers[old].get_or_insert_with(|| {
                 let old = old as u32;
-                // If it is refused, the failure stays; one text more is no harm.
+                // If it is refused, the budget keeps the failure; one more text does no harm.
                 let _ = budget.take(TEXT_BYTES + table.get(old).len() as u64);
                 texts.intern(table.get(old))
             });

@@ -13,8 +13,8 @@ use super::texts::TextTable;
 use crate::budget::{Budget, bytes_of};
 use crate::pickle::Value;
 
-/// The memory of a different frame, and of a different stack, beside its own bytes: their places in the tables while
-/// these grow.
+/// The memory of a distinct frame, and of a distinct stack, beside its own bytes: table entries, also while the tables
+/// grow.
 const FRAME_BYTES: u64 = 256;
 const STACK_BYTES: u64 = 256;
 

@@ -7,7 +7,7 @@ use super::schema;
 use crate::budget::{Budget, Exceeded};
 use crate::printable;
 
-/// The most different texts.
+/// The maximum number of distinct texts.
 const TEXTS_MAX: usize = 1 << 31;
 /// The memory of a text beside its own bytes: the allocation, and its places in the list and the map while they grow.
 const BYTES_EACH: u64 = 160;

@@ -1,5 +1,5 @@
-//! Call stacks as a person reads them: `site.rs` finds the line that tells and the frames worth showing, `native.rs`
-//! knows the frames of compiled code.
+//! Call stacks for readers: `site.rs` finds the program's line and the frames worth showing, `native.rs` classifies the
+//! frames of compiled code.
 
 mod native;
 mod site;

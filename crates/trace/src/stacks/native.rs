@@ -1,6 +1,6 @@
-//! Frames of compiled code, as PyTorch records them by default: symbol names without lines. Most of them are the way
-//! from Python to the allocator and tell a reader nothing; an operator, a node of autograd's graph and code that is not
-//! PyTorch's do.
+//! Frames of compiled code, as PyTorch records them by default: symbol names without lines. Most of them lead from
+//! Python to the allocator and are not useful to a reader. Useful are operators, nodes of autograd's graph, and code
+//! that is not PyTorch's.
 
 /// What a frame of compiled code is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,7 +46,7 @@ const PREFIXES: &[&str] = &[
     "??",
 ];
 
-/// Functions of the interpreter and of the start of threads and processes that are told by their whole name.
+/// Functions of the interpreter, and of the start of threads and processes, matched by their whole name.
 const FUNCTIONS: &[&str] = &[
     "_start",
     "_init",
@@ -140,7 +140,7 @@ fn without_return_type(name: &str) -> &str {
     &name[start..]
 }
 
-/// A symbol without its arguments, template arguments and return type, as a person would say it.
+/// A symbol without its arguments, template arguments and return type.
 pub(crate) fn short_name(name: &str) -> String {
     const LETTERS_MAX: usize = 80;
     let mut depth = 0_i32;
@@ -157,8 +157,8 @@ pub(crate) fn short_name(name: &str) -> String {
     short.chars().take(LETTERS_MAX).collect()
 }
 
-/// A node's name as that of the operator whose gradient it computes, without letters that differ: `_to_copy` is
-/// `ToCopyBackward0`.
+/// Whether an autograd node computes the gradient of an operator, by their names: `ToCopyBackward0` belongs to
+/// `_to_copy`.
 pub(crate) fn is_backward_of(node: &str, operator: &str) -> bool {
     let Some((forward, _)) = node.split_once("Backward") else { return false };
     let letters = |text: &str| -> Vec<u8> {

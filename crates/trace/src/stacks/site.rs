@@ -1,4 +1,4 @@
-//! What a call stack tells a reader: the program's own line, and what it called.
+//! What a call stack shows a reader: the program's own line, and what it called.
 
 use warpool::memory::Frame;
 
@@ -20,7 +20,7 @@ const FRAMEWORKS: [&str; 12] = [
     "importlib",
 ];
 
-/// Python functions that only call on.
+/// Python functions that only call another function.
 const PASS_THROUGH: [&str; 12] = [
     "_call_impl",
     "_wrapped_call_impl",
@@ -36,7 +36,7 @@ const PASS_THROUGH: [&str; 12] = [
     "_engine_run_backward",
 ];
 
-/// Files whose functions only call on: what is around a compiled graph, and autograd's functions.
+/// Files whose functions only call another function: the wrappers of compiled graphs, and autograd's functions.
 const PASS_THROUGH_FILES: [&str; 6] = [
     "torch/_dynamo/",
     "torch/_functorch/",
@@ -66,7 +66,7 @@ impl Frameworks {
         self
     }
 
-    /// Only these.
+    /// Only these packages, instead of the default ones.
     #[must_use]
     pub fn only(names: &[String]) -> Self {
         Self { names: names.to_vec() }
@@ -86,8 +86,8 @@ impl Frameworks {
 /// Paths of Windows too.
 const SEPARATORS: [char; 2] = ['/', '\\'];
 
-/// Whether a file is of a package. Of an installed one its folder in `site-packages` tells: environments and projects
-/// are often named after what they use, such as `/opt/torch/lib/...`.
+/// Whether a file belongs to a package. For an installed package only its folder in `site-packages` counts:
+/// environments and projects are often named after a package that they use, such as `/opt/torch/lib/...`.
 fn is_in_package(file: &str, name: &str) -> bool {
     let path = short_path(file);
     if path.len() < file.len() {
@@ -95,7 +95,7 @@ fn is_in_package(file: &str, name: &str) -> bool {
     }
     let mut folders = path.split(SEPARATORS).peekable();
     while let Some(folder) = folders.next() {
-        // A checkout of PyTorch, and not a project in a folder of that name.
+        // A checkout of PyTorch, not a project in a folder of that name.
         let is_checkout = name != "torch" || folders.peek().is_some_and(|next| TORCH_PARTS.contains(next));
         if folder == name && folders.peek().is_some() && is_checkout {
             return true;
@@ -154,7 +154,7 @@ pub(crate) fn is_python(frame: &Frame) -> bool {
     frame.filename.ends_with(".py") || frame.filename.starts_with('<') || frame.filename.ends_with(".ipynb")
 }
 
-/// What a call stack tells.
+/// The program's line of a call stack, and the calls below it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CallSite {
     /// The innermost Python line that is not a framework's; the outermost one, if all are; `None` without Python lines.
@@ -163,12 +163,12 @@ pub struct CallSite {
     pub call: String,
     /// The Python module of the innermost call; `autograd` in the backward pass, `native` for other compiled code.
     pub module: String,
-    /// The calls from the line to the innermost one, without those that only call on.
+    /// The calls from the line to the innermost one, without pass-through functions.
     pub path: Vec<String>,
 }
 
 impl CallSite {
-    /// What a stack tells, its innermost frame first; `None` if it is empty.
+    /// The call site of a stack, given with its innermost frame first; `None` if the stack is empty.
     #[must_use]
     pub fn of(stack: &[Frame], frameworks: &Frameworks) -> Option<Self> {
         if stack.is_empty() {
@@ -176,7 +176,7 @@ impl CallSite {
         }
         let frames: Vec<&Frame> = stack.iter().filter(|frame| is_python(frame)).collect();
         let own = frames.iter().position(|frame| !frameworks.contains(&frame.filename));
-        // Autograd's thread runs a function of the program or of a compiled graph: its node tells more than a line of
+        // Autograd's thread runs a function of the program or of a compiled graph: its node says more than a line of
         // the framework.
         let node = autograd_node(stack).filter(|_| own.is_none());
         let own = own.or_else(|| frames.len().checked_sub(1)).filter(|_| node.is_none());
@@ -206,7 +206,7 @@ impl CallSite {
         Self { line: None, call, module: "native".to_owned(), path: Vec::new() }
     }
 
-    /// Whether a frame only calls on, and tells a reader nothing.
+    /// Whether a frame only calls another function, and is not useful to a reader.
     #[must_use]
     pub fn passes_through(frame: &Frame) -> bool {
         let file = short_path(&frame.filename).replace('\\', "/");
@@ -215,8 +215,8 @@ impl CallSite {
 }
 
 /// The frames of a stack that a person reads, the innermost first: lines of Python, the node of autograd's graph, the
-/// operator that the innermost line called, and functions of extensions. The way from Python to the allocator is left
-/// out.
+/// operator that the innermost line called, and functions of extensions. Frames between Python and the allocator are
+/// left out.
 #[must_use]
 pub fn readable(stack: &[Frame]) -> Vec<Frame> {
     let has_python = stack.iter().any(is_python);

@@ -11,9 +11,9 @@ use crate::replay::{HeapState, StateBlock, StateChange};
 /// An allocated block, from its allocation until it is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Allocation {
-    /// The position behind its allocation; 0 if that is not in the history.
+    /// The position after its allocation; 0 if that is not in the history.
     pub from: u64,
-    /// The position behind the free, from which on it waits for streams; `None` if it was never freed.
+    /// The position after the free, from which on it is pending free; `None` if it was never freed.
     pub waits_from: Option<u64>,
     /// The position from which on it is free; `None` if it never was.
     pub until: Option<u64>,
@@ -21,28 +21,28 @@ pub struct Allocation {
     pub addr: u64,
     /// The size of the block.
     pub bytes: u64,
-    /// What was requested.
+    /// The requested bytes.
     pub requested: u64,
     /// The call stack of the request.
     pub stack: Option<StackId>,
-    /// What kind of memory it is.
+    /// Its category.
     pub category: Category,
 }
 
 impl Allocation {
-    /// Whether it is allocated, or waits for streams, at a position.
+    /// Whether it is allocated or pending free at a position.
     #[must_use]
     pub fn is_active_at(&self, position: u64) -> bool {
         self.from <= position && self.until.is_none_or(|until| position < until)
     }
 
-    /// Whether it waits for streams at a position.
+    /// Whether it is pending free at a position.
     #[must_use]
     pub fn waits_at(&self, position: u64) -> bool {
         self.is_active_at(position) && self.waits_from.is_some_and(|from| from <= position)
     }
 
-    /// What it is worth to be kept: bytes by time.
+    /// Its weight: bytes times duration. The heaviest are kept.
     fn weight(&self) -> u128 {
         let events = self.until.map_or(u64::MAX, |until| until - self.from);
         u128::from(self.bytes) * u128::from(events)

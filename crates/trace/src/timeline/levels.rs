@@ -1,5 +1,5 @@
-//! What was allocated, cached and lost over time, at several levels of detail: a drawing of a million positions on a
-//! thousand pixels reads about as many buckets, whatever its zoom.
+//! Allocated and cached memory and fragmentation over time, at several levels of detail: a drawing on a thousand pixels
+//! reads about a thousand buckets at any zoom, however many positions there are.
 
 use warpool::memory::BlockState;
 
@@ -22,9 +22,9 @@ pub struct Sample {
     pub time_us: u64,
     /// Requested bytes of allocated blocks.
     pub allocated: u64,
-    /// What allocated blocks have beyond their requests.
+    /// Rounding: bytes of allocated blocks beyond their requests.
     pub rounding: u64,
-    /// Freed, and waiting for streams.
+    /// Pending free: waiting for streams.
     pub waiting: u64,
     /// Free, and could go back to the driver at once: segments without allocations, and whole chunks of expandable
     /// segments.
@@ -120,7 +120,7 @@ pub(super) struct Levels {
 }
 
 impl Levels {
-    /// For so many samples in all.
+    /// For `samples` samples in all.
     pub fn new(samples: u64, buckets_max: usize) -> Self {
         let positions = samples.div_ceil(buckets_max.max(1) as u64).next_power_of_two();
         Self { positions, seen: 0, finest: Vec::new() }

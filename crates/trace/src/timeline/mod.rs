@@ -1,9 +1,9 @@
-//! The memory of one device over the whole of a recording, as data for drawing: what was allocated, cached and lost at
-//! every moment, every allocation with its lifetime, every range that was reserved, and the call stacks behind them.
+//! The memory of one device over the whole of a recording, as data for drawing: allocated and cached memory and
+//! fragmentation at every moment, every allocation with its lifetime, every reserved range, and their call stacks.
 //!
-//! A *position* counts events: position 0 is before the first event, position `n` behind the first `n`. From a
+//! A *position* counts events: position 0 is before the first event, position `n` is after the first `n`. From a
 //! [`Timeline`] the state at any position can be made without the recording: an [`Allocation`] exists from one position
-//! to another, and so does a [`ReservedRange`]; what is reserved and in no allocation is free.
+//! to another, and so does a [`ReservedRange`]; reserved memory outside of allocations is free.
 //!
 //! ```no_run
 //! use warpool_trace::timeline::{TimelineOptions, timelines};
@@ -68,15 +68,16 @@ pub struct Timeline {
     pub events: u64,
     /// Microseconds from the first event to the last.
     pub duration_us: u64,
-    /// What was allocated, cached and lost over time; the finest level first, each further one eight times coarser.
+    /// Allocated and cached memory and fragmentation over time; the finest level first, each further one eight times
+    /// coarser.
     pub levels: Vec<Level>,
     /// The allocations, in the order of their events.
     pub allocations: Vec<Allocation>,
     /// How many were left out.
     pub allocations_left_out: u64,
-    /// What was reserved, in the order of events.
+    /// The reserved ranges, in the order of events.
     pub ranges: Vec<ReservedRange>,
-    /// What stands out, in the order of events.
+    /// Events that stand out, in their order.
     pub marks: Vec<Mark>,
     /// Parts of the program with names, in the order of their starts.
     pub regions: Vec<Region>,
@@ -101,7 +102,7 @@ impl Timeline {
         !self.allocations.is_empty() || self.levels.first().is_some_and(|level| level.buckets.len() > 1)
     }
 
-    /// Halves what it takes: the lighter half of the allocations is left out, and the finest level is twice as coarse.
+    /// Halves its size: leaves out the lighter half of the allocations, and makes the finest level twice as coarse.
     pub fn reduce(&mut self) {
         let kept = self.allocations.len() / 2;
         self.allocations_left_out += (self.allocations.len() - kept) as u64;
@@ -111,20 +112,20 @@ impl Timeline {
     }
 }
 
-/// Something that stands out.
+/// An event that stands out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
-    /// Behind its event.
+    /// The position after its event.
     pub position: u64,
-    /// What it is.
+    /// Its kind.
     pub kind: MarkKind,
-    /// The bytes of the request, or what the release gave back; 0 if that is not known.
+    /// The bytes of the request, or the released bytes; 0 if that is not known.
     pub bytes: u64,
     /// The call stack of the request.
     pub stack: Option<StackId>,
 }
 
-/// What stands out.
+/// The kind of a mark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MarkKind {
     /// A request ran out of memory.
@@ -226,7 +227,7 @@ fn marks(replay: &DeviceReplay<'_>) -> Vec<Mark> {
     });
     let retries = replay.retries().map(|release| {
         let bytes = events[release.clone()].iter().fold(0, |sum: u64, event| sum.saturating_add(event.size));
-        // The request behind it, if it succeeded.
+        // The request after it, if it succeeded.
         let request = events.get(release.end..).into_iter().flatten().find(|event| event.action == Action::Alloc);
         let stack = request.and_then(|event| event.stack);
         Mark { position: release.start as u64, kind: MarkKind::Retry, bytes, stack }

@@ -1,4 +1,4 @@
-//! What the allocator had from the driver: segments, and the mapped parts of expandable segments.
+//! The memory that the allocator had reserved from the driver: segments, and the mapped parts of expandable segments.
 
 use std::collections::BTreeMap;
 
@@ -6,10 +6,11 @@ use warpool::memory::SegmentKind;
 
 use crate::replay::{HeapState, StateChange};
 
-/// Reserved memory, from one position to another. A part of it that is returned ends it; the rest goes on as another.
+/// Reserved memory, from one position to another. If a part is returned, the range ends, and the rest becomes another
+/// range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReservedRange {
-    /// The position behind its event; 0 if that is not in the history.
+    /// The position after its event; 0 if that is not in the history.
     pub from: u64,
     /// The position from which on it is returned; `None` if it never was.
     pub until: Option<u64>,
@@ -73,7 +74,7 @@ impl Ranges {
         }
     }
 
-    /// Ends what overlaps a range of addresses, and begins what is left of it.
+    /// Ends the ranges that overlap some addresses, and begins new ones for the rest of them.
     fn release(&mut self, position: u64, addr: u64, end: u64) {
         let overlaps = |it: &ReservedRange| it.addr < end && it.addr.saturating_add(it.bytes) > addr;
         let below = self.open.range(..addr).next_back().filter(|(_, it)| overlaps(it)).map(|(&at, _)| at);
@@ -93,7 +94,7 @@ impl Ranges {
     /// The ranges in the order of their events.
     pub fn finish(mut self) -> Vec<ReservedRange> {
         self.ended.extend(self.open.into_values());
-        // One that began and ended with the same event never was.
+        // A range that began and ended with the same event is dropped.
         self.ended.retain(|range| range.until != Some(range.from));
         self.ended.sort_unstable_by_key(|range| (range.from, range.addr));
         self.ended

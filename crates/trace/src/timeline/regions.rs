@@ -6,8 +6,8 @@ use warpool::memory::{Annotation, TextId, TraceEntry};
 /// The most regions; beyond that the longest are kept.
 const REGIONS_MAX: usize = 1 << 16;
 
-/// Regions that overlap are in different rows. What would need more rows than this is left out: it is a recording
-/// whose regions never end, or never began.
+/// Regions that overlap are in different rows. Regions that would need more rows are left out: the recording has
+/// regions without an end or a start.
 const ROWS_MAX: usize = 16;
 
 /// The most changes of the texts.
@@ -133,7 +133,7 @@ impl Pair<'_> {
 /// An end belongs to the last start of its name that has none yet: regions nest.
 fn paired<'a>(annotations: impl Iterator<Item = &'a Annotation>) -> Vec<Pair<'a>> {
     let mut sorted: Vec<&Annotation> = annotations.collect();
-    // Stable: what has the same time stays in the order of the recording.
+    // Stable: annotations of the same time stay in the order of the recording.
     sorted.sort_by_key(|it| it.time_us);
     let mut pairs: Vec<Pair<'a>> = Vec::new();
     let mut open: rustc_hash::FxHashMap<&str, Vec<usize>> = rustc_hash::FxHashMap::default();
@@ -154,7 +154,7 @@ fn paired<'a>(annotations: impl Iterator<Item = &'a Annotation>) -> Vec<Pair<'a>
     pairs
 }
 
-/// The times of events, of which none is before the one before it: those of several threads may be out of order.
+/// The times of events, made ascending: those of several threads may be out of order.
 struct Times(Vec<u64>);
 
 impl Times {

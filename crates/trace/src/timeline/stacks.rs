@@ -21,13 +21,13 @@ pub struct StackNode {
 pub struct StackTree {
     /// Each different frame once.
     pub frames: Vec<Frame>,
-    /// Whether a frame only calls on and tells a reader nothing.
+    /// Whether a frame only calls another function and is not useful to a reader.
     pub passes_through: Vec<bool>,
     /// The calls.
     pub nodes: Vec<StackNode>,
-    /// What stacks tell: each different one once.
+    /// The call sites of the stacks, each distinct one once.
     pub sites: Vec<CallSite>,
-    /// For each stack, its innermost call in `nodes` and what it tells in `sites`.
+    /// For each stack, its innermost call in `nodes` and its call site in `sites`.
     pub stacks: Vec<(u32, u32)>,
     numbers: FxHashMap<StackId, Option<u32>>,
     frame_numbers: FxHashMap<Frame, u32>,
@@ -66,7 +66,7 @@ impl StackTree {
             self.passes_through.push(CallSite::passes_through(frame));
         }
         let site = number(&mut self.site_numbers, &site, &mut self.sites, CallSite::clone);
-        // Of a stack of plumbing alone, what it tells is all that there is.
+        // A stack of plumbing alone becomes one node with the call.
         let node = node.unwrap_or_else(|| {
             let call = &self.sites[site as usize].call;
             let frame = Frame { name: call.clone(), filename: String::new(), line: 0 };

@@ -117,7 +117,8 @@ const fn variable(allocator: AllocatorChoice) -> &'static str {
     }
 }
 
-/// The candidates for some recordings, the recorded settings first. What has no effect on any of them is left out.
+/// The candidates for some recordings, the recorded settings first. Settings without an effect on any recording are
+/// left out.
 #[must_use]
 pub fn candidates(devices: &[&DeviceReplay<'_>]) -> Vec<Candidate> {
     let traits: Vec<Traits> = devices.iter().map(|device| Traits::of(device)).collect();
@@ -177,7 +178,7 @@ fn without_repetitions(mut candidates: Vec<Candidate>) -> Vec<Candidate> {
     candidates
 }
 
-/// What of a recording decides which settings have an effect.
+/// The properties of a recording that decide which settings have an effect.
 struct Traits {
     largest_request: u64,
     is_limited: bool,
@@ -197,7 +198,7 @@ fn merged(settings: &Settings, entries: &str) -> String {
     let separator = if conf.is_empty() { "" } else { "," };
     let merged = lint(&format!("{conf}{separator}{entries}")).effective;
     let named = merged.map(|settings| settings.to_conf_string()).filter(|conf| !conf.is_empty());
-    // What sets a default explicitly, such as a fraction of 1.0, is not in that string.
+    // An entry that sets a default explicitly, such as a fraction of 1.0, is not in that string.
     named
         .filter(|named| named.contains(entries.split(':').next().unwrap_or(entries)))
         .unwrap_or_else(|| entries.to_owned())

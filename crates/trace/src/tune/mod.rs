@@ -1,7 +1,8 @@
 //! Which settings serve a recorded program best: candidates are replayed under the same conditions and ranked.
 //!
-//! Not a blind grid: `candidates.rs` leaves out what has no effect on the recording. Every candidate is replayed like
-//! any what-if, in several orders of addresses where these matter, and the recorded settings are one of them.
+//! Not an exhaustive grid: `candidates.rs` leaves out settings that have no effect on the recording. Every candidate is
+//! replayed like any what-if, in several address orders where these matter. The recorded settings are one of the
+//! candidates.
 
 mod candidates;
 mod smallest;
@@ -19,11 +20,11 @@ use crate::replay::{DeviceReplay, ReplayError, ReplayOptions, ReplayReport};
 pub struct TrialOptions<'a> {
     /// The memory of the device; `None` is as recorded.
     pub capacity: Option<u64>,
-    /// In how many orders of addresses.
+    /// In how many address orders.
     pub address_orders: u32,
     /// On how many threads.
     pub threads: usize,
-    /// Called with the number of trials that are done, and of all, on any thread.
+    /// Called with the number of finished trials and the number of all trials, on any thread.
     pub progress: Option<&'a (dyn Fn(usize, usize) + Sync)>,
 }
 
@@ -93,13 +94,13 @@ pub struct Tuned {
     pub candidate: Candidate,
     /// A report for each device of each recording.
     pub reports: Vec<ReplayReport>,
-    /// The smallest device on which every recording fits in every order of addresses, found by replays; `None` if it
+    /// The smallest device on which every recording fits in every address order, found by replays; `None` if it
     /// does not fit on any.
     pub smallest_device: Option<SmallestDevice>,
 }
 
 impl Tuned {
-    /// Whether it fits everywhere, in every order of addresses.
+    /// Whether it fits everywhere, in every address order.
     #[must_use]
     pub fn fits(&self) -> bool {
         self.reports.iter().all(|report| report.orders.all_fit())
@@ -123,7 +124,8 @@ impl Tuned {
         self.reports.iter().map(|report| report.driver_seconds_modelled).sum()
     }
 
-    /// What the recorded programs reserve in other orders of addresses, if these matter: least and most, added up.
+    /// What the recorded programs reserve in other address orders, if these matter: the sums of the least and of the
+    /// most.
     #[must_use]
     pub fn control_range(&self) -> Option<(u64, u64)> {
         let controls: Option<Vec<_>> = self.reports.iter().map(|report| report.control).collect();
@@ -154,15 +156,15 @@ pub fn tune(
     Ok(tuned)
 }
 
-/// Another allocator has to save this part of what PyTorch's settings reserve, and at least these bytes, to come before
-/// them: it is a package to install and a call in the program, not one line in the environment. Less than this is
-/// within what a driver's update or another batch changes.
+/// Another allocator is ranked before PyTorch's settings only if it saves this part of what they reserve, and at least
+/// these bytes: it needs a package and a call in the program, not one environment variable. A driver update or another
+/// batch can change the result by less than this.
 const SWITCH_SAVES_PART: u64 = 50;
 const SWITCH_SAVES_BYTES: u64 = 256 << 20;
 
-/// Those that fit first, by the least reserved bytes, then by the least driver time. An allocator other than the
-/// recorded one counts as if it reserved more, and the recorded settings as if they reserved less by what other
-/// addresses alone change in them: neither is worth a change for less.
+/// Candidates that fit come first, by reserved bytes, then by driver time. Small gains are not worth a change. So
+/// another allocator than the recorded one counts as if it reserved more. The recorded settings count as if they
+/// reserved less, by the amount that other addresses alone change.
 fn rank(tuned: &mut [Tuned]) {
     let own = tuned.iter().filter(|tuned| tuned.fits() && !tuned.switches_allocator());
     let own = own.map(Tuned::peak_reserved_bytes).min();
@@ -176,7 +178,7 @@ fn rank(tuned: &mut [Tuned]) {
             false => bytes,
         }
     };
-    // What reserves equally much to within a thousandth is ordered by driver time.
+    // Candidates whose reserved bytes differ by less than a thousandth are ordered by driver time.
     let step = tuned.iter().map(Tuned::peak_reserved_bytes).min().unwrap_or(0) / 1000 + 1;
     let key = |tuned: &Tuned| {
         let Candidate { is_lower_bound, .. } = tuned.candidate;

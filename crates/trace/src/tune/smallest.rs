@@ -1,9 +1,9 @@
 //! The smallest device on which recordings fit with a candidate.
 //!
-//! What is promised: on a device of that size every recording fits in every order of addresses, and on one that is
-//! smaller by twice the tolerance some does not. Both were replayed as `warpool replay --capacity` does. It is not
-//! promised that no smaller device would do: with less memory the allocator returns its cache to the driver earlier and
-//! splits its segments otherwise, so whether a program fits need not be monotonic in the size.
+//! Guaranteed: on a device of that size every recording fits in every address order, and on one that is smaller by
+//! twice the tolerance some recording does not fit. Both were replayed as `warpool replay --capacity` does. Not
+//! guaranteed: that no smaller device suffices. With less memory the allocator returns its cache to the driver earlier
+//! and splits its segments differently, so whether a program fits need not be monotonic in the size.
 
 use super::{Candidate, replay_options};
 use crate::replay::{DeviceReplay, ReplayError, ReplayOptions, ReplayReport, bytes_context};
@@ -15,12 +15,12 @@ const MIB: u64 = 1 << 20;
 pub struct SmallestDevice {
     /// Its memory, with the context.
     pub bytes: u64,
-    /// A device that is smaller by twice this does not suffice, nor was one found that is smaller by once this.
+    /// A device that is smaller by twice this does not suffice, and none was found that is smaller by this.
     pub tolerance_bytes: u64,
 }
 
 impl SmallestDevice {
-    /// For recordings that fit with a candidate on a device that is large enough; `None` if one does not.
+    /// Finds it for recordings that fit with a candidate on a device that is large enough; `None` if one does not fit.
     pub(crate) fn find(
         devices: &[&DeviceReplay<'_>],
         candidate: &Candidate,
@@ -35,7 +35,7 @@ impl SmallestDevice {
             found = found.filter(|found| found.bytes >= smallest.bytes).or(Some(smallest));
         }
         let Some(mut smallest) = found else { return Ok(None) };
-        // Each fits on its own smallest device; all have to fit on the largest of these.
+        // Each recording fits on its own smallest device; all have to fit on the largest of these.
         for (&device, report) in devices.iter().zip(reports).filter(|_| devices.len() > 1) {
             let mut search = Search { device, candidate, address_orders, failed_last: 0 };
             if !search.fits_in_all(smallest.bytes)? {
@@ -49,14 +49,14 @@ impl SmallestDevice {
         Ok(Some(smallest))
     }
 
-    /// How exactly the smallest device is searched for: a hundredth of it, but not less than 64 MiB.
+    /// The tolerance of the search: 1% of the device, but not less than 64 MiB.
     fn tolerance(bytes: u64) -> u64 {
         const LEAST: u64 = 64 * MIB;
         (bytes / 100).max(LEAST)
     }
 }
 
-/// What a device needs at least, and what is always enough.
+/// The least memory that a device needs, and the memory that is always enough.
 #[derive(Clone, Copy)]
 struct Needs {
     least: u64,
@@ -72,7 +72,7 @@ struct Search<'a, 'r> {
 }
 
 impl Search<'_, '_> {
-    /// Between what is live and what is reserved where memory is ample.
+    /// The search range: from what is live to what is reserved on a device with ample memory.
     fn needs(&self, report: &ReplayReport) -> Result<Option<Needs>, ReplayError> {
         /// A device that cannot be full.
         const AMPLE: u64 = 1 << 46;
@@ -80,7 +80,7 @@ impl Search<'_, '_> {
             least: report.peak_live_bytes.saturating_add(bytes_context()),
             most: report.orders.peak_reserved_bytes_most.saturating_add(bytes_context()),
         };
-        // Under a limit less was reserved than would have been.
+        // Under a limit, less was reserved than without it.
         if report.orders.all_fit() && report.in_force.memory_limit.is_none() {
             return Ok(Some(needs(report)));
         }
@@ -89,9 +89,9 @@ impl Search<'_, '_> {
         Ok(ample.orders.all_fit().then(|| needs(&ample)))
     }
 
-    /// By halves in one order of addresses, then in all of them from there on.
+    /// Bisects in one address order, then from the result upwards in all of them.
     fn smallest(&mut self, Needs { least, most }: Needs) -> Result<Option<SmallestDevice>, ReplayError> {
-        /// A smaller device is taken so often, if it turns out to suffice after all.
+        /// How often a smaller device is taken, if it turns out to suffice after all.
         const TIMES_MAX: u32 = 3;
         let tolerance_bytes = SmallestDevice::tolerance(least);
         let Some(most) = self.step_up(most, tolerance_bytes)? else { return Ok(None) };

@@ -1,5 +1,5 @@
-//! Recordings of no real program are explained or refused: never a panic, and parts that still add up where they are
-//! explained. `WARPOOL_TEST_SCALE` multiplies the number of recordings.
+//! Recordings that no real program makes are explained or refused. There is no panic, and the parts of an explanation
+//! still add up. `WARPOOL_TEST_SCALE` multiplies the number of recordings.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -43,7 +43,7 @@ fn entry(rng: &mut fastrand::Rng, time_us: i64) -> TraceEntry {
 
 fn segment(rng: &mut fastrand::Rng) -> SegmentInfo {
     let (address, total_size) = (address(rng), size(rng));
-    // They fill the segment, or a part of it, or a little more.
+    // The blocks fill the segment, a part of it, or slightly more.
     let size = rng.u64(1..=total_size.max(1));
     let blocks = (0..rng.u64(..3)).map(|number| BlockInfo {
         address: address.wrapping_add(number.wrapping_mul(size)),

@@ -1,4 +1,4 @@
-//! Explanations: parts that add up, verdicts on programs made to be each case, attribution, tuning, and timelines.
+//! Explanations: parts that add up, verdicts on one program for each case, attribution, tuning, and timelines.
 
 #[path = "../common/mod.rs"]
 mod common;

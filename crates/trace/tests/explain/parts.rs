@@ -100,7 +100,8 @@ fn lines_of_a_model_that_hold_most_are_named() {
     assert!(adam.is_some_and(|holder| holder.bytes > 1 << 30));
 }
 
-/// A capacity is the device that the program ran out on, if it may be; else the question is whether it fits there.
+/// A given capacity is taken as the device that ran out of memory, if that is possible; else the question is whether
+/// the program fits there.
 #[test]
 fn capacity_is_the_recorded_device_or_a_question() {
     let gib = 1 << 30;

@@ -93,7 +93,7 @@ pub fn limited() -> Snapshot {
     program.snapshot()
 }
 
-/// Large blocks are freed and used for small ones, of which some stay: no large one fits any more.
+/// Large blocks are freed and reused for small ones, some of which stay allocated, so no large block fits any more.
 pub fn fragmented() -> Snapshot {
     let program = Program::new();
     program.limit(2 * GIB);
@@ -107,13 +107,13 @@ pub fn fragmented() -> Snapshot {
     program.snapshot()
 }
 
-/// The second stream has freed what the first one needs, and a little of each segment is still in use.
+/// The second stream has freed the memory that the first one needs, and a small part of each segment is still in use.
 pub fn other_stream() -> Snapshot {
     let program = Program::new();
     program.limit(2 * GIB);
     let large: Vec<_> = (0..8).map(|_| program.on(1, "prefetch", 200 * MIB)).collect();
     large.into_iter().for_each(|block| program.free(block));
-    // Two in each segment; one of them stays.
+    // Two blocks in each segment; one of them stays allocated.
     let halves: Vec<_> = (0..16).map(|_| program.on(1, "prefetch", 95 * MIB)).collect();
     for half in halves.into_iter().step_by(2) {
         program.free(half);
@@ -122,7 +122,7 @@ pub fn other_stream() -> Snapshot {
     program.snapshot()
 }
 
-/// A pool of its own keeps what was freed in it.
+/// A private pool keeps the memory that was freed in it.
 pub fn other_pool() -> Snapshot {
     let program = Program::new();
     program.limit(2 * GIB);
@@ -178,7 +178,7 @@ pub fn all() -> [(&'static str, Snapshot); 7] {
     ]
 }
 
-/// What is in `recordings/` is what these programs record now.
+/// The files in `recordings/` are what these programs record now.
 #[test]
 fn recordings_are_up_to_date() {
     for (name, snapshot) in all() {

@@ -1,4 +1,4 @@
-//! Timelines: what can be made of allocations and ranges at any position is what the events lead to.
+//! Timelines: the state computed from allocations and ranges at any position is the state that the events lead to.
 
 use warpool::memory::{BlockState, Snapshot};
 use warpool_trace::explain::{Explanation, MomentKind};
@@ -11,7 +11,7 @@ fn timelines_of(snapshot: &Snapshot) -> Vec<Timeline> {
     timelines(snapshot, &TimelineOptions::default()).expect("a recording")
 }
 
-/// Live, waiting and reserved bytes at a position, from allocations and ranges alone.
+/// Live, pending free and reserved bytes at a position, from allocations and ranges alone.
 fn sums(timeline: &Timeline, position: u64) -> [u64; 4] {
     let mut sums = [0; 4];
     for allocation in timeline.allocations.iter().filter(|it| it.is_active_at(position)) {
@@ -107,7 +107,7 @@ fn what_it_takes_is_bounded() {
     assert_eq!(bounded.allocations_left_out, whole.allocations.len() as u64 - 5000);
     assert!(bounded.levels[0].buckets.len() <= 3000);
     assert_eq!(bounded.peak_live, whole.peak_live);
-    // What is kept is most of what is live at the peak.
+    // The kept allocations are most of the live bytes at the peak.
     let position = whole.peak_live.position;
     assert!(sums(&bounded, position)[0] > sums(&whole, position)[0] * 3 / 4);
     bounded.reduce();

@@ -92,9 +92,9 @@ fn another_allocator_has_to_save_materially_more() {
     let paged = || Candidate::allocator(AllocatorChoice::Paged, "");
     let settings = |string: &str| Candidate::replaced(string).expect("valid");
     let first = |tried: Vec<Candidate>| tune(&devices, tried, &OPTIONS).expect("replays").remove(0).candidate.name;
-    // 14 MiB less are no reason to install something.
+    // Saving 14 MiB is no reason to install another allocator.
     assert_eq!(first(vec![paged(), settings("expandable_segments:True")]), "expandable_segments:True");
-    // More than 256 MiB less are.
+    // Saving more than 256 MiB is.
     assert_eq!(first(vec![settings("max_split_size_mb:64"), paged()]), "backend:paged");
 }
 

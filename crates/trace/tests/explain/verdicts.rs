@@ -1,4 +1,4 @@
-//! Verdicts, on programs that were made to be each case.
+//! Verdicts, on one program for each case.
 
 use warpool::memory::Snapshot;
 use warpool_trace::explain::{Change, ExplainOptions, Explanation, Verdict, explain};
@@ -16,7 +16,7 @@ fn quick() -> ExplainOptions<'static> {
     ExplainOptions { skips_fits: true, ..ExplainOptions::default() }
 }
 
-/// On the device that all of them ran on.
+/// The device of all the programs.
 fn on_h200() -> ExplainOptions<'static> {
     ExplainOptions { capacity: Some(150_109_880_320), ..quick() }
 }

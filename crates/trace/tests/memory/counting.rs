@@ -12,7 +12,7 @@ thread_local! {
 }
 
 fn add(bytes: usize) {
-    // While a thread ends its counters are gone.
+    // While a thread ends, its counters are already destroyed.
     let _ = CURRENT.try_with(|current| {
         current.set(current.get().wrapping_add(bytes));
         let _ = PEAK.try_with(|peak| peak.set(peak.get().max(current.get())));

@@ -1,5 +1,5 @@
-//! How much memory a recording may take: that of hostile files is limited, that of real ones is a small multiple of
-//! their size, and the estimates of the budget are not exceeded. The memory is counted by the allocator of this binary.
+//! The memory that a recording takes: limited for hostile files, and a small multiple of the size for real ones. The
+//! estimates of the budget are not exceeded. The memory is counted by the allocator of this binary.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -16,7 +16,7 @@ use warpool_trace::{ReadError, ReadOptions, default_memory_limit, read};
 #[global_allocator]
 static ALLOCATOR: counting::Counting = counting::Counting;
 
-/// What is not counted: buffers, errors, one step more.
+/// Memory that is not counted: buffers, errors, one more step.
 const SLACK: u64 = 4 << 20;
 
 /// How reading and replaying a file ended.

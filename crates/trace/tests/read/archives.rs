@@ -76,7 +76,7 @@ fn file_that_is_compressed_in_an_archive_is_named() {
         let message = message(&archive);
         assert!(message.contains("compressed once more (a.pickle.xz, b.tar): extract it and give the files"));
     }
-    // Beside a recording it is not asked for.
+    // Next to a recording it does not matter.
     let plain = bytes("snapshot.p4.pickle");
     let archive = tar_file(&[("a.pickle.xz", &packed), ("b.pickle", &plain)]);
     assert_eq!(read(&archive).expect("readable").snapshot, read(&plain).expect("readable").snapshot);

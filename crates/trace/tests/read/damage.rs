@@ -42,7 +42,7 @@ fn file_cut_at_any_byte_is_an_error() {
     for name in FORMATS {
         let whole = bytes(name);
         let plain = read(&whole).expect("undamaged").bytes_decompressed;
-        // Of compressed archives, the size is that of the archive, a record of which is 10 KiB.
+        // For compressed archives it is the size of the archive, whose records are 10 KiB.
         let plain = if name.contains(".tar.") { 10 << 10 } else { plain };
         for length in 0..whole.len() {
             let error = read(&whole[..length]).expect_err(&format!("{name} cut to {length} bytes"));

@@ -1,4 +1,4 @@
-//! What a recording tells about the device: its card, and what a full device had for the program.
+//! What is inferred about the device of a recording: its card, and the memory that a full device had for the program.
 
 use std::sync::Arc;
 
@@ -94,7 +94,7 @@ fn card_and_limit_of_a_full_device_are_what_it_had() {
     }
 }
 
-/// Of 55 MiB that are free, 50 MiB cannot be had: an expandable segment grows by chunks of 20 MiB.
+/// A request of 50 MiB fails with 55 MiB free, since an expandable segment grows by chunks of 20 MiB.
 #[test]
 fn full_device_is_told_from_a_limit_by_chunks() {
     let program = Recorded::on(2 * GIB + context(), "expandable_segments:True");
@@ -145,7 +145,7 @@ fn unknown_device_has_no_total_and_no_margin() {
     );
     assert_eq!(given.orders.margin_bytes_least, Some(5 * GIB - context()));
 
-    // Others have most of it: what is left fits no card.
+    // Others use most of the device: the rest matches no card.
     let program = Recorded::on(total("h200"), "");
     program.driver.mem_alloc(DEVICE, 80 * GIB).expect("there is room");
     program.fill(500 * MIB);
@@ -155,7 +155,7 @@ fn unknown_device_has_no_total_and_no_margin() {
     assert_eq!((card.bytes_total, card.bytes_at_least), (None, total("h200") - 80 * GIB - context()));
 }
 
-/// With a limit, free memory tells the card as well; a fraction of that card is then likely.
+/// With a limit, the free memory identifies the card too; a fraction of that card is then likely.
 #[test]
 fn fraction_of_a_card_is_inferred_to_the_byte() {
     #[expect(

@@ -1,5 +1,5 @@
-//! Recordings that no real program makes, and what-ifs that fail at their start: a result or an error, never a replay
-//! without end.
+//! Recordings that no real program makes, and what-ifs that fail at their start: a result or an error, never an endless
+//! replay.
 
 use warpool::memory::{Action, Snapshot, TraceEntry};
 use warpool_trace::replay::{Outcome, ReplayError, ReplayOptions, replay};

@@ -1,4 +1,4 @@
-//! Recordings that were made under the paged allocator: they say so, and replay exactly.
+//! Recordings of the paged allocator: they name the allocator, and replay exactly.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ fn record(seed: u64, settings: &str) -> Snapshot {
     record_with(seed, settings, None)
 }
 
-/// The same, with a limit that the program sets and no setting tells.
+/// The same, with a limit that the program sets and that is not in the settings.
 fn record_with(seed: u64, settings: &str, limit: Option<u64>) -> Snapshot {
     let mut rng = fastrand::Rng::with_seed(seed);
     let driver = Arc::new(SimDriver::new(SimConfig::default()));

@@ -12,7 +12,7 @@ use crate::common::recording;
 
 const DEVICE: DeviceId = DeviceId(0);
 
-/// The same allocations and the same peak, in every round: nothing was left out, and nothing stays.
+/// The same allocations and the same peak, in every round: nothing is left out, and nothing stays allocated.
 #[test]
 fn program_does_what_was_recorded() {
     for (name, settings) in [

@@ -1,8 +1,8 @@
 //! Random programs on the caching allocator, recorded by its own history, written and read as PyTorch's snapshots, and
-//! replayed: every address and every segment must come out again, with whatever settings, streams, pools, limits and
-//! trims the program had, also if the first part of the history is missing.
+//! replayed: every address and every segment must be reproduced, whatever settings, streams, pools, limits and trims
+//! the program had, even if the first part of the history is missing.
 //!
-//! What a recording does not contain is inferred by heuristics, which some random programs defeat: those are listed.
+//! Heuristics infer what a recording does not contain. Random programs for which they fail are listed.
 //! `WARPOOL_TEST_SCALE` multiplies the number of programs of each kind, two by default; 3 is the full size.
 
 use std::sync::Arc;

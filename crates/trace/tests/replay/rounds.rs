@@ -10,9 +10,8 @@ fn rounds(name: &str, options: &ReplayOptions<'_>) -> ReplayReport {
     replay(&recording(&format!("{name}.pickle.xz")).snapshot, options).expect("a good recording")
 }
 
-/// Every round needs the same memory of the program, and the first one is the run that is reported: with streams that
-/// use each other's blocks, with pools that the program releases, with blocks from before the first event, and with
-/// settings that it changed.
+/// Every round needs the same memory, and the first one is the reported run: for programs whose streams use each
+/// other's blocks, that release pools, that have blocks from before the first event, and that change settings.
 #[test]
 fn every_round_is_the_whole_program() {
     let names = [
@@ -52,7 +51,7 @@ fn without_being_asked_for_there_are_none() {
     assert!(rounds("pools.native", &ReplayOptions::default()).rounds.is_empty());
 }
 
-/// What is left in fragments of pages grows by a percent or two, however often the program begins again.
+/// Fragmentation of pages grows by at most a percent or two, however often the program begins again.
 #[test]
 fn pages_do_not_grow_from_round_to_round() {
     for name in ["prefetch_streams_train.native", "resnet_train.native"] {
@@ -65,7 +64,7 @@ fn pages_do_not_grow_from_round_to_round() {
     }
 }
 
-/// They end where a request runs out of memory that did not in the recording.
+/// The rounds end at a request that runs out of memory and did not in the recording.
 #[test]
 fn rounds_end_where_memory_does() {
     let capacity = Some(6 << 30);

@@ -6,9 +6,9 @@ use warpool_trace::replay::{AllocatorChoice, ReplayOptions, ReplayReport, Steady
 use crate::common::{MIB, entry, recording};
 
 const BASE: u64 = 0x7f00_0000_0000;
-/// Of `cuMemAlloc` for 30 MiB by the cost model, in seconds.
+/// The time of `cuMemAlloc` for 30 MiB by the cost model, in seconds.
 const ALLOC_SECONDS: f64 = 50_436e-9;
-/// Of the query that an allocator makes once for each device.
+/// The time of the query that an allocator makes once for each device.
 const QUERY_SECONDS: f64 = 100e-9;
 
 fn replayed(snapshot: &Snapshot) -> ReplayReport {
@@ -89,8 +89,8 @@ fn every_allocator_reports_it() {
     }
 }
 
-/// Recordings of whole programs, and how much of what is live the paged allocator may reserve beyond it, per mille: in
-/// a small program, where a page is much, more than in others.
+/// Recordings of whole programs, and how much the paged allocator may reserve beyond the live bytes, in per mille of
+/// these. It is more in a small program, where a page is a larger share.
 const PROGRAMS: [(&str, u64); 6] = [
     ("gnn_train.expandable.pickle.xz", 30),
     ("prefetch_streams_train.expandable.pickle.xz", 20),

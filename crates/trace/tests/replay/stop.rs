@@ -1,4 +1,4 @@
-//! A replay that someone ends early.
+//! Replays that are stopped early.
 
 use std::cell::Cell;
 

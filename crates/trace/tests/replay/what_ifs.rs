@@ -1,5 +1,5 @@
-//! What-ifs: one that changes nothing gives the recorded result, one that does is answered for several orders of
-//! addresses, with a control; limits stay or are lifted as documented.
+//! What-ifs: one that changes nothing gives the recorded result, one that does is replayed in several address orders,
+//! with a control; limits stay or are lifted as documented.
 
 use warpool::memory::{Settings, Snapshot};
 use warpool_trace::replay::{
@@ -37,7 +37,7 @@ fn replaced(settings: &str) -> WhatIf {
     WhatIf { settings: Some(Settings::parse(settings).expect("valid settings")), ..WhatIf::default() }
 }
 
-/// What counts about a result.
+/// The figures of a result that are compared.
 fn figures(report: &ReplayReport) -> (&'static str, u64, u64, u64, u64, u64) {
     let ReplayReport { outcome, peak_live_bytes, peak_reserved_bytes, segments_allocated, retries, ooms, .. } = report;
     (outcome.name(), *peak_live_bytes, *peak_reserved_bytes, *segments_allocated, *retries, *ooms)
@@ -86,7 +86,7 @@ fn what_if_is_answered_for_several_orders_of_addresses() {
     assert!(control.peak_reserved_bytes_least <= control.peak_reserved_bytes_most);
     assert_eq!(report.orders.peak_reserved_bytes_most.max(report.peak_reserved_bytes), report.peak_reserved_bytes);
     assert_eq!(report.ooms == 0, report.orders.all_fit(), "the worst order is reported");
-    // The same again, whatever the threads do.
+    // The same result again, whatever the order of the threads.
     let again = device.report(&set("max_split_size_mb:64"), &ReplayOptions { threads: Some(1), ..options.clone() });
     let again = again.expect("an answer");
     assert_eq!((again.orders, again.control), (report.orders, report.control));

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::list::CAUGHT_BY;
 
-/// What was built.
+/// The built binaries.
 pub struct Built {
     pub command: PathBuf,
     /// The test binaries, by the name of their target.

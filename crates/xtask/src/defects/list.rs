@@ -1,9 +1,9 @@
-//! What is known to catch each planted defect. The defects themselves are in `crates/warpool/src/defect.rs`; this list
-//! is not there, so that a change of it rebuilds nothing.
+//! The tests and programs that catch each planted defect. The defects themselves are in `crates/warpool/src/defect.rs`;
+//! this list is kept here, so that changing it does not rebuild the crate.
 
 /// The name of a defect; a test binary of the crate `warpool` with a filter of the names of its tests; a program of
-/// `soak` with seed 0, by its campaign and its number. Programs of the campaign `threads` differ from run to run, so
-/// one of them catches a defect or not: only whole runs show it.
+/// `soak` with seed 0, by its campaign and its number. Programs of the campaign `threads` differ from run to run, so a
+/// single one may or may not catch a defect; only whole runs show it.
 pub const CAUGHT_BY: &[(&str, &str, &str)] = &[
     ("NoEventBetweenHeaps", "warpool paged::tests::defects::a_missing_event", "streams:2"),
     ("ForgetsBystanders", "warpool paged::tests::bystanders", "streams:39"),

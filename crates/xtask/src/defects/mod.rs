@@ -14,7 +14,7 @@ use std::time::Duration;
 use self::build::{Built, Planted};
 use self::run::{Found, Runner};
 
-/// What to run.
+/// The options of a run.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Options {
     short: bool,

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::build::Built;
 
-/// A test that takes longer hangs, and so does a program of `soak` by itself.
+/// A test, a single program of `soak` or a selftest that takes longer is considered hung.
 const HANGS: Duration = Duration::from_secs(200);
 
 /// What a run found.
@@ -131,7 +131,7 @@ impl Runner<'_> {
 }
 
 impl Found {
-    /// A process that fails without saying what failed was ended by a signal, or hung.
+    /// A process that fails without naming a failure was ended by a signal, or hung.
     fn of(ended: &Ended, what: Option<String>) -> Self {
         match (ended.success, what) {
             (true, _) => Self::Nothing,

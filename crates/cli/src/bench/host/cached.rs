@@ -1,5 +1,4 @@
-//! Cached pinned memory: allocate-free pairs on one thread, and on as many as the machine has cores, all with one
-//! allocator.
+//! Cached pinned memory: allocate-free pairs on one thread, and on one thread per core, all with one allocator.
 //!
 //! Every thread times itself; the time of the slowest is the time of the round. The baseline is measured by the same
 //! threads, right before, each with its own mutex. The fastest round of each counts. Before, all threads at once
@@ -76,7 +75,7 @@ pub fn measure(driver: &Arc<dyn Driver>, ops: u64, report: &mut Report<'_>) -> R
     Ok(unexpected)
 }
 
-/// What the cases work with.
+/// The setup of the cases.
 struct BenchContext {
     allocator: HostAllocator,
     /// Another allocator, whose driver calls are counted.

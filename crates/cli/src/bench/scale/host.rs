@@ -30,7 +30,7 @@ pub fn random_sizes(threads: u64) -> Result<f64> {
             .map(|seed| {
                 let (allocator, barrier) = (&allocator, &barrier);
                 scope.spawn(move || {
-                    // The first pass pins what the second finds cached.
+                    // The first pass pins the memory that the second one finds cached.
                     let warmed = program(allocator, seed);
                     barrier.wait();
                     let start = clock.elapsed();

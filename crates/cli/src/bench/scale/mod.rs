@@ -1,5 +1,5 @@
-//! `warpool bench scale`: what an operation costs beside n idle things (streams, blocks, pools, segments), and beside
-//! ten times as many. A cost may grow with the work that is requested, not with what merely exists: the ratio of a flat
+//! `warpool bench scale`: the cost of an operation beside n idle objects (streams, blocks, pools, segments), and beside
+//! 10 n of them. A cost may grow with the requested work, not with the number of existing objects: the ratio of a flat
 //! case is about 1, of a logarithmic one below 2; 10 means that everything is visited. Rows "per page" and "per event"
 //! divide the cost of work by its amount, and rows of threads compare one thread with sixteen.
 //!
@@ -19,12 +19,12 @@ use super::measure::Measurement;
 use super::{Args, Report, Row};
 use crate::output::{CommandError, Result, Verdict};
 
-/// A ratio above this is a negative result for an operation beside idle things. More than 1, because of caches: ten
+/// A ratio above this is a negative result for an operation beside idle objects. More than 1, because of caches: ten
 /// times as many streams fill ten times the memory, and every first access misses.
 const BESIDE_MAX: f64 = 1.5;
 
-/// The same for work that grows, by its amount: searches are logarithmic, and its data leave the caches (1.1 to 1.9 in
-/// several runs).
+/// The same for growing work, divided by its amount: searches are logarithmic, and the data no longer fit into the
+/// caches (1.1 to 1.9 in several runs).
 const WORK_MAX: f64 = 2.5;
 
 /// The same for sixteen threads. Where sizes are random, threads share the heap: 4.1 to 4.9 on 16 cores.
@@ -36,7 +36,7 @@ const ROUNDS: u64 = 5;
 /// Something whose cost is measured at two sizes.
 struct Case {
     name: &'static str,
-    /// What there are n of.
+    /// The kind of object whose number is n.
     of: &'static str,
     small: u64,
     large: u64,
@@ -46,12 +46,12 @@ struct Case {
 }
 
 impl Case {
-    /// An operation beside n and 10 n idle things.
+    /// An operation beside n and 10 n idle objects.
     const fn beside(name: &'static str, of: &'static str, n: u64, cost: fn(u64) -> Result<f64>) -> Self {
         Self { name, of, small: n, large: 10 * n, cost, ratio_max: BESIDE_MAX }
     }
 
-    /// Work on n and on 10 n things, by its amount.
+    /// Work on n and on 10 n objects, divided by its amount.
     const fn work(name: &'static str, of: &'static str, n: u64, cost: fn(u64) -> Result<f64>) -> Self {
         Self { name, of, small: n, large: 10 * n, cost, ratio_max: WORK_MAX }
     }

@@ -1,4 +1,4 @@
-//! The paged allocator beside streams that have gone or do nothing, requests of many scattered pages, and threads that
+//! The paged allocator beside streams that are destroyed or idle, requests of many scattered pages, and threads that
 //! share a stream.
 
 use std::panic::resume_unwind;
@@ -16,7 +16,7 @@ use crate::output::Result;
 /// Allocations that are timed, each of which takes pages from another stream.
 const TAKES: u64 = 2_000;
 
-/// Allocations before those: streams that have gone are retired by requests that need pages.
+/// Allocations before those: destroyed streams are retired by requests that need pages.
 const TAKES_BEFORE: u64 = 2_000;
 
 /// Pairs of each thread.
@@ -78,7 +78,7 @@ pub fn take_beside_idle(n: u64) -> Result<f64> {
 pub fn scattered_pages(n: u64) -> Result<f64> {
     let paged = Paged::new()?;
     let stream = paged.gpu.stream;
-    // Pages of one size, so that both sizes of the case have as many to map for each byte.
+    // Pages of one size, so that both sizes of the case map the same number of pages per byte.
     paged.paged.set_page_sizes(u64::MAX, u64::MAX);
     let allocate = |_| paged.paged.allocate_raw(Request::new(DEVICE, stream, 2 * MIB));
     let blocks = (0..2 * n).map(allocate).collect::<warpool::Result<Vec<_>>>()?;
@@ -100,7 +100,7 @@ pub fn trim(n: u64) -> Result<f64> {
     Ok(ns_each(start.elapsed(), n))
 }
 
-/// A pair of n threads that share a stream, one after the other: the elapsed time by all pairs.
+/// A pair of n threads that share a stream, one after the other: the elapsed time divided by the number of all pairs.
 pub fn pair_of_threads(n: u64) -> Result<f64> {
     let paged = Paged::new()?;
     threads_ns(n, || paged.pair(paged.gpu.stream, 512))

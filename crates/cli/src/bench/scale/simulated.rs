@@ -1,4 +1,4 @@
-//! The simulated GPU itself, and what the cases share of it.
+//! The simulated GPU itself, and the setup that the cases share.
 
 use std::sync::Arc;
 
@@ -61,8 +61,9 @@ impl Gpu {
     }
 }
 
-/// Frees much memory of this process that was written to, but for the last block, which is returned: allocations of the
-/// host from here on get memory that the system has mapped. Otherwise the process that grows most pays for all of it.
+/// Writes to much memory of this process and frees it, except for the last block, which is returned. Later host
+/// allocations then get memory that the system has already mapped; otherwise the first case that grows pays for the
+/// page faults.
 pub fn touched_memory() -> Option<Vec<u8>> {
     const BLOCKS: usize = 4096;
     let mut blocks: Vec<Vec<u8>> = (0..BLOCKS).map(|_| vec![1; 4096]).collect();

@@ -4,7 +4,7 @@ use crate::sim::driver::SimDriver;
 use crate::sim::refuse::refuse;
 use crate::{Call, DeviceId, DevicePtr, ErrorCode, IpcMemoryHandle, Memory, MemoryInfo, Result};
 
-/// What a handle starts with.
+/// The first bytes of an exported handle.
 const IPC_MAGIC: &[u8; 8] = b"wpsimmem";
 
 impl Memory for SimDriver {

@@ -6,7 +6,7 @@ use crate::sim::state::SimState;
 use crate::sim::work::{Event, EventState, StreamPoint, Work};
 use crate::{Call, DeviceId, ErrorCode, EventId, EventOptions, EventScope, Events, IpcEventHandle, Result, StreamId};
 
-/// What handles of exported events begin with.
+/// The first bytes of a handle of an exported event.
 const IPC_MAGIC: &[u8; 8] = b"wpsimevt";
 
 impl Events for SimDriver {

@@ -188,8 +188,9 @@ impl SimDriver {
     }
 }
 
-/// Takes the memory that the graph's nodes allocate from its pools, as far as earlier launches did not. What counts is
-/// what has been queued, not what has run.
+/// Takes the memory that the graph's nodes allocate from its pools, unless an earlier launch has taken it: then it is
+/// used again with `auto_free_on_launch`, and otherwise the launch is refused. Queued launches count, whether they have
+/// run or not.
 fn take_graph_memory(state: &mut SimState, exec: GraphExecId) -> Result<()> {
     let Exec { template, options, .. } = state.exec(exec)?;
     let mut taken = Vec::new();
@@ -218,7 +219,6 @@ fn take_graph_memory(state: &mut SimState, exec: GraphExecId) -> Result<()> {
     Ok(())
 }
 
-/// Queues a launch.
 fn queue_launch(state: &mut SimState, exec: GraphExecId, stream: StreamId) -> Result<()> {
     let Exec { graph, template, kernels, last_launch, .. } = state.exec(exec)?;
     let mut waits = Vec::new();

@@ -1,6 +1,6 @@
 //! The simulated libraries: handles that keep their settings, and a cuBLAS that multiplies matrices.
 //!
-//! A product is work like a kernel: it is queued in the handle's stream, is captured, takes time, and accesses its
+//! A product is work like a kernel: it is queued in the handle's stream, can be captured, takes time, and accesses its
 //! matrices and its workspace when it runs. cuBLAS's own workspace, which a handle has until another is set, takes no
 //! memory here.
 
@@ -18,7 +18,6 @@ use crate::{
     BlasMath, Call, DeviceId, DevicePtr, ErrorCode, HandleId, Libraries, Library, RawHandle, Result, Sgemm, StreamId,
 };
 
-/// What the address of a workspace must be a multiple of.
 const WORKSPACE_ALIGNMENT: u64 = 256;
 
 impl SimDriver {

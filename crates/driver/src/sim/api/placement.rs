@@ -30,7 +30,7 @@ impl SimDriver {
     }
 
     /// From now on, device addresses that are not placed are drawn from `range` by `seed`, instead of being given out
-    /// upwards: another order of the same segments. If no draw of a few finds room, they are given out upwards.
+    /// upwards: the same segments in another order. If a few draws find no room, addresses are given out upwards.
     pub fn scatter_addresses(&self, seed: u64, range: std::ops::Range<DevicePtr>) {
         self.lock().memory.scatter_addresses(seed, range.start.0..range.end.0);
     }

@@ -15,7 +15,7 @@ use crate::{
     ShareKind, SharedMemory, VirtualMemory,
 };
 
-/// What the name of shared memory begins with; the driver and the memory follow.
+/// The first bytes of the name of shared memory; the ids of the driver and of the memory follow.
 const SHARE_MAGIC: &[u8; 8] = b"wpsimmem";
 
 impl VirtualMemory for SimDriver {

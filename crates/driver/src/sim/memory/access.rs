@@ -1,5 +1,5 @@
 //! Every access to simulated memory: the address is resolved, the access is checked against the shadow memory, and
-//! bytes are moved. Whatever is not protected goes to the hazard log.
+//! bytes are moved. Unprotected accesses are reported in the hazard log.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::{Access, DeviceId, DevicePtr};
 /// How much of a copy or fill is moved at a time.
 const CHUNK: u64 = 64 << 10;
 
-/// Who accesses memory, what is ordered before, and where hazards are logged: all that checking an access needs.
+/// The context of an access: who makes it, what is ordered before it, and where hazards are logged.
 pub struct AccessContext<'a> {
     pub device: DeviceId,
     pub accessor: Accessor,
@@ -186,8 +186,8 @@ impl Memory {
         }
     }
 
-    /// Resolves the start of a range, and checks and records the access to as much of it as lies in one backing memory,
-    /// which is returned.
+    /// Resolves the start of a range, and checks and records the access to the part that lies in one backing memory.
+    /// Returns that part.
     fn access(
         &mut self,
         ptr: DevicePtr,

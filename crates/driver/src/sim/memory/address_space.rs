@@ -1,7 +1,7 @@
 //! The address space: which addresses are in use, and for what.
 //!
-//! Device addresses lie above all that this process can have itself, so that pinned host memory keeps its own. They
-//! are given out upwards and reused as late as possible, so that a stale address is not mistaken for a live one. Freed
+//! Device addresses lie above all addresses of this process, so that pinned host memory keeps its address. They are
+//! given out upwards and reused as late as possible, so that a stale address is not mistaken for a live one. Freed
 //! ranges stay in quarantine. A replay may place memory elsewhere (`placement.rs`), or have addresses drawn from a
 //! range.
 

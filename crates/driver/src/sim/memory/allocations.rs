@@ -28,8 +28,8 @@ impl Memory {
         Ok(DevicePtr(start))
     }
 
-    /// What freeing `ptr` would free: the device that must be waited for, and the backing memory. The memory of a graph
-    /// exists only once its launch has run, but can be freed from the launch on.
+    /// The allocation that starts at `ptr`, to be freed: the device that must be waited for, and the backing memory.
+    /// The memory of a graph exists only once its launch has run, but can be freed from the launch on.
     pub fn find_allocation(&self, ptr: DevicePtr) -> Result<(DeviceId, Option<BackingId>)> {
         let (start, backing, device) = match self.space.region_at(ptr.0) {
             Some((start, _, Region::Allocation { backing } | Region::PoolAllocation { backing, freed: false, .. })) => {
@@ -85,7 +85,6 @@ impl Memory {
         Ok(())
     }
 
-    /// Allocates from a pool.
     pub fn allocate_from_pool(&mut self, pool: PoolId, bytes: u64) -> Result<DevicePtr> {
         self.take_from_pool(pool, bytes)?;
         let Some(start) = self.space.find(bytes, ALLOCATION_UNIT) else {

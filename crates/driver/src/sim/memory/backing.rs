@@ -30,7 +30,7 @@ pub struct BackingId(pub u64);
 pub struct Backings {
     live: FxHashMap<BackingId, Backing>,
     last: u64,
-    /// What device memory contains before it is written.
+    /// The value of every byte of device memory before it is written.
     fresh_byte: u8,
 }
 

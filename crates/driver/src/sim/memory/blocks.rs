@@ -1,10 +1,10 @@
 //! The blocks that allocators have given out, so that an access that runs from one into the next is found.
 //!
 //! Both are mapped and in use, so nothing else is wrong with such an access: a real device would just overwrite the
-//! neighbour. Only blocks that existed when the work was queued count: stream order allows their memory to be given
-//! out again, divided differently, while the work has yet to run. Of nodes of a graph it is not known which blocks
-//! they were captured with, so they are not checked; nor are copies, and fills of whole pages: an allocator moves and
-//! clears its segments by them.
+//! neighbour. Only blocks that existed when the work was queued count: stream order allows their memory to be given out
+//! again, divided differently, while the work has yet to run. Nodes of a graph are not checked, since the blocks at
+//! their capture are not known. Copies and fills of whole pages are not checked either: an allocator uses them to move
+//! and clear its segments.
 
 use std::collections::BTreeMap;
 
@@ -30,7 +30,7 @@ impl Blocks {
         self.ends.insert(ptr.0, (ptr.0.saturating_add(bytes), at));
     }
 
-    /// The blocks of a range are gone.
+    /// Removes the blocks of a range.
     pub fn remove(&mut self, ptr: DevicePtr, bytes: u64) {
         let end = ptr.0.saturating_add(bytes);
         while let Some((&start, _)) = self.ends.range(..end).next_back().filter(|(_, (to, _))| *to > ptr.0) {

@@ -15,7 +15,7 @@ pub struct Capacity {
 
 #[derive(Debug)]
 struct DeviceCapacity {
-    /// What there is besides the context's own memory.
+    /// The device's memory without the context's.
     usable: u64,
     used: u64,
 }

@@ -2,7 +2,7 @@
 //!
 //! `AddressSpace` says what an address refers to, `Backing` has contents and access history, `Capacity` and `Pools`
 //! count what devices and pools have left. `Memory` keeps them consistent: a region's backing memory exists as long as
-//! the region or a mapping of it, and its bytes are counted exactly once.
+//! the region or one of its mappings, and its bytes are counted exactly once.
 
 mod access;
 mod address_space;
@@ -181,7 +181,7 @@ impl Memory {
         self.pools.trim_to_thresholds(device, &mut self.capacity);
     }
 
-    /// Adds what there is to `counts`.
+    /// Adds the objects of this memory to `counts`.
     pub fn count(&self, counts: &mut ObjectCounts) {
         counts.physical = self.physical.len();
         counts.pools = self.pools.created();

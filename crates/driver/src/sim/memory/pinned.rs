@@ -6,7 +6,6 @@ use super::bytes::{Bytes, HostBytes};
 use super::quarantine::Removal;
 use crate::{DeviceId, HostPtr};
 
-/// A pinned range.
 #[derive(Clone, Copy, Debug)]
 pub struct PinnedRange {
     /// The device that it was pinned with.

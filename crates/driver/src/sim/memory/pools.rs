@@ -8,10 +8,9 @@ use crate::sim::refuse::refuse;
 use crate::sim::table::{Missing, Table};
 use crate::{Access, DeviceId, ErrorCode, PoolAttribute as Attribute, PoolId, Result};
 
-/// What a pool grows by, as measured on an H200.
+/// A pool reserves multiples of this, as measured on an H200.
 const GROWTH_UNIT: u64 = 32 << 20;
 
-/// A pool.
 #[derive(Clone, Debug)]
 pub struct Pool {
     pub device: DeviceId,
@@ -19,7 +18,7 @@ pub struct Pool {
     /// Destroyed; kept until its memory has been freed.
     pub destroyed: bool,
     attributes: [u64; 8],
-    /// What devices other than its own may do with its memory.
+    /// The access rights of other devices.
     access: Vec<(DeviceId, Access)>,
 }
 
@@ -180,7 +179,7 @@ impl Pools {
         }
     }
 
-    /// What all pools reserve and do not use.
+    /// Bytes that pools have reserved and do not use.
     pub fn bytes_idle(&self) -> u64 {
         self.table.ids().into_iter().filter_map(|id| self.table.get(id)).map(Pool::idle).sum()
     }

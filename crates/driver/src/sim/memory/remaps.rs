@@ -1,12 +1,12 @@
 //! Counts remapping: mapping physical memory that was mapped before, at this or another address. The first mapping of
-//! new memory is growth and does not count.
+//! new memory does not count.
 
 use std::time::Duration;
 
 use crate::Call;
 use crate::sim::cost::Latencies;
 
-/// What was remapped since the driver was made, or since
+/// Remapped memory since the driver was made, or since
 /// [`SimDriver::restart_remap_counts`](crate::sim::SimDriver::restart_remap_counts).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RemapCounts {
@@ -14,11 +14,11 @@ pub struct RemapCounts {
     pub mappings: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// What they cost by the cost model of one mapping: mapping, setting access, and unmapping the mapping before.
+    /// Their cost by the cost model of one mapping: mapping, setting access, and unmapping the mapping before.
     pub time: Duration,
 }
 
-/// Which mapping of its memory one is, from 1.
+/// The number of a mapping among all mappings of its memory, from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct MappingNumber(u64);
 
@@ -26,7 +26,7 @@ pub struct MappingNumber(u64);
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MappingHistory {
     mappings: u64,
-    /// When its newest mapping was unmapped: the period.
+    /// The period in which its newest mapping was unmapped.
     newest_unmapped_in: Option<u64>,
 }
 

@@ -22,7 +22,7 @@ pub struct Mapping {
     pub number: MappingNumber,
 }
 
-/// What is mapped in a reserved range, by first address; without overlaps.
+/// The mappings in a reserved range, by first address; without overlaps.
 #[derive(Debug, Default)]
 pub struct Reservation {
     mappings: BTreeMap<u64, Mapping>,

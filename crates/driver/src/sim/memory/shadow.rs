@@ -11,7 +11,7 @@ use crate::sim::order::{Accessor, Epoch, HappensBefore, Operation, VectorClock};
 /// What an allocator reported about a range.
 #[derive(Clone, Debug)]
 pub enum Suballocation {
-    /// Allocated by call number `at` for work behind `epoch` and `clock`, after call number `freed_at` freed it.
+    /// Allocated by call number `at` for work ordered after `epoch` and `clock`, after call number `freed_at` freed it.
     Allocated { at: u64, clock: Arc<VectorClock>, epoch: Epoch, freed_at: u64 },
     /// Freed by call number `at`.
     Freed { at: u64 },
@@ -171,8 +171,8 @@ impl Shadow {
         }
     }
 
-    /// An allocator allocated `[start, end)` for work behind `clock` and `epoch`, by call number `at`. Reports the
-    /// accesses that the new work is not ordered after.
+    /// An allocator allocated `[start, end)` for work ordered after `clock` and `epoch`, by call number `at`. Reports
+    /// the accesses that the new work is not ordered after.
     pub fn suballocate(
         &mut self,
         (start, end): (u64, u64),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::HostCallback;
 
-/// The callbacks in captures and graphs, referenced a second time, so that destroying the last graph of one does not
+/// The callbacks in captures and graphs. With this second reference, destroying the last graph of a callback does not
 /// drop it under the simulation's lock: what it owns may call the driver when it is dropped.
 #[derive(Default)]
 pub struct CapturedCallbacks {

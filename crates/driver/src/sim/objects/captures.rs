@@ -17,13 +17,12 @@ use crate::{
     HostCallback, NodeId, PoolId, Result, StreamId,
 };
 
-/// Where the graph of a conditional node's body goes when its capture ends.
+/// The place for the graph of a conditional node's body when its capture ends.
 pub type BodySlot = Arc<OnceLock<Arc<Template>>>;
 
 /// Addresses that captured nodes allocate, with their pools.
 pub type GraphMemory = Vec<(DevicePtr, PoolId)>;
 
-/// A capture.
 #[derive(Debug)]
 pub struct Capture {
     pub origin: StreamId,
@@ -87,7 +86,6 @@ pub struct Conditional {
     pub used: bool,
 }
 
-/// All captures.
 #[derive(Debug, Default)]
 pub struct Captures {
     table: Table<Capture>,
@@ -219,7 +217,7 @@ impl Captures {
         Vec::new()
     }
 
-    /// Captures work of call number `at` as a node behind the stream's last ones.
+    /// Captures work of call number `at` as a node that depends on the stream's last nodes.
     pub fn add_node(&mut self, stream: StreamId, work: Work, nanos: u64, at: u64) -> Result<()> {
         let Membership { capture, dependencies } = self.valid_membership(stream)?;
         if let Work::Callback(callback) = &work {
@@ -338,7 +336,6 @@ impl Captures {
         before.unwrap_or_default()
     }
 
-    /// The ids of these nodes.
     pub fn node_ids(&self, capture: CaptureId, nodes: &[u32]) -> Vec<NodeId> {
         let state = self.get(capture);
         nodes.iter().map(|&node| state.nodes[node as usize].id).collect()

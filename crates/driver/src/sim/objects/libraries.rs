@@ -42,7 +42,6 @@ pub enum LibraryCall {
     Destroyed,
 }
 
-/// A handle.
 #[derive(Clone, Copy, Debug)]
 pub struct Handle {
     pub library: Library,

@@ -46,7 +46,7 @@ impl Modules {
         Some(FunctionId(known.unwrap_or_else(|| self.functions.insert(Function { module, host }))))
     }
 
-    /// The sizes of a function's arguments, if the module's CUDA source tells.
+    /// The sizes of a function's arguments, if they are known from the module's CUDA source.
     pub fn parameters(&self, function: FunctionId) -> Result<Option<Vec<u64>>, Missing> {
         let known = self.functions.get(function.0).ok_or_else(|| self.functions.why_missing(function.0))?;
         let source = self.modules.get(known.module.0);

@@ -1,7 +1,7 @@
 //! The parameters of a kernel, read from its CUDA source: the simulated device has no compiler that knows them.
 //!
-//! Only what kernels usually take is understood: pointers, and the numbers of CUDA C++. Anything else is unknown, which
-//! checks nothing, rather than guessed.
+//! Only pointers and the number types of CUDA C++ are understood. With any other type the sizes are unknown, and a
+//! launch is not checked.
 
 /// The sizes of the parameters of kernel `name`, in bytes; `None` if the source does not define it, or one of its types
 /// is unknown.
@@ -14,7 +14,7 @@ pub fn parameter_sizes(source: &str, name: &str) -> Option<Vec<u64>> {
     list.split(',').map(size_of_parameter).collect()
 }
 
-/// The text between the parentheses behind the kernel's name.
+/// The text between the parentheses after the kernel's name.
 fn parameter_list<'a>(source: &'a str, name: &str) -> Option<&'a str> {
     source.match_indices("__global__").find_map(|(at, marker)| {
         let rest = &source[at + marker.len()..];

@@ -6,7 +6,7 @@ use super::clock::{Epoch, TimelineId, VectorClock};
 use super::node_order::{NodeInstance, NodeOrder};
 use crate::StreamId;
 
-/// What an operation is called in messages.
+/// The kind of an operation, for messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     Kernel(&'static str),
@@ -45,7 +45,7 @@ pub struct Accessor {
     /// The number of the operation in its stream, from 1; that of the launch for a node.
     pub number: u64,
     pub node: Option<NodeInstance>,
-    /// Of no meaning for the host.
+    /// Unused for the host.
     pub stream: StreamId,
     /// The number of the call that queued it.
     pub queued_at: u64,
@@ -84,7 +84,7 @@ pub struct HappensBefore<'a> {
     pub epoch: Epoch,
     /// What it is ordered after on other timelines.
     pub clock: &'a VectorClock,
-    /// The graph that it is a node of, if it is.
+    /// The graph, if the operation is one of its nodes.
     pub graph: Option<(&'a NodeOrder, NodeInstance)>,
 }
 

@@ -28,8 +28,8 @@ pub struct Epoch {
 
 /// For every timeline, the number of the last operation known to be done.
 ///
-/// A tree whose nodes clocks share, so that copying one takes one step, and joining or comparing two takes as many as
-/// they differ in: most clocks are a recent copy of another, with a few entries of their own.
+/// A tree whose nodes are shared between clocks. Copying a clock takes one step, and joining or comparing two takes one
+/// step per node that differs. Most clocks are a recent copy of another, with a few entries of their own.
 #[derive(Clone, Debug, Default)]
 pub struct VectorClock {
     root: Option<Arc<Node>>,
@@ -229,7 +229,7 @@ fn child_of(index: usize, height: u32) -> usize {
     index >> (BITS * height) & (FANOUT - 1)
 }
 
-/// The first node so many levels below `node`.
+/// The first node `levels` levels below `node`.
 fn lowest(node: &Arc<Node>, levels: u32) -> Option<&Arc<Node>> {
     (0..levels).try_fold(node, |node, _| match &**node {
         Node::Inner(children) => children[0].as_ref(),

@@ -1,4 +1,4 @@
-//! What a program calls its streams and memory, and which of its lines made a call: for messages alone.
+//! The program's labels for streams and memory, and the source lines of its calls. Only used in messages.
 
 use std::collections::BTreeMap;
 use std::panic::Location;
@@ -30,7 +30,8 @@ impl Names {
         self.memory.insert(ptr.0, (ptr.0.saturating_add(bytes), label.into()));
     }
 
-    /// Other memory is there now. Freed memory keeps its label until then, so that a use after free shows it.
+    /// Called when other memory is placed there. Freed memory keeps its label until then, so that a use after free
+    /// shows it.
     pub fn forget_memory(&mut self, ptr: DevicePtr, bytes: u64) {
         let end = ptr.0.saturating_add(bytes);
         while let Some((&start, _)) = self.memory.range(..end).next_back().filter(|(_, (to, _))| *to > ptr.0) {

@@ -19,7 +19,6 @@ pub enum EventState {
     },
 }
 
-/// An event.
 #[derive(Debug)]
 pub struct Event {
     pub device: DeviceId,

@@ -19,10 +19,10 @@ pub struct KernelWork {
     pub args: Vec<KernelArg>,
 }
 
-/// What there is to do.
+/// One item of work.
 #[derive(Clone)]
 pub enum Work {
-    /// Nothing: a position in the order.
+    /// No work: a position in stream order.
     Marker,
     Record(EventId),
     Fill {
@@ -74,7 +74,7 @@ pub enum Work {
 }
 
 impl Work {
-    /// What it is as a node of a graph.
+    /// Its kind as a node of a graph.
     pub fn node_kind(&self) -> NodeKind {
         match self {
             Self::Marker | Self::Launch(_) => NodeKind::Empty,
@@ -108,7 +108,7 @@ impl Work {
         matches!(self, Self::Kernel(kernel) if kernel.host.nanos.is_some())
     }
 
-    /// What messages call it, where it accesses memory.
+    /// Its name in messages about memory accesses.
     pub fn operation(&self) -> Operation {
         match self {
             Self::Fill { .. } => Operation::Fill,

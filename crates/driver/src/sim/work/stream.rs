@@ -31,13 +31,12 @@ pub struct QueuedWork {
     pub queued_at: u64,
     /// What it is ordered after on other timelines.
     pub clock: Arc<VectorClock>,
-    /// What of that may not be done yet.
+    /// The operations among them that may not be done yet.
     pub waits: Vec<Epoch>,
     pub nanos: u64,
     pub work: Work,
 }
 
-/// A stream.
 #[derive(Debug)]
 pub struct Stream {
     pub device: DeviceId,
@@ -111,8 +110,8 @@ impl Stream {
     }
 
     fn join(&mut self, clock: &VectorClock) {
-        // What covers an operation covers all that the operation is ordered after. Most often that is this stream's
-        // whole clock, and the two, which may differ everywhere, need not be compared.
+        // A clock that covers an operation covers all that the operation is ordered after. That is usually this
+        // stream's whole clock, so the two clocks need not be compared.
         let has_work = self.last > self.before_first;
         let covers_mine = has_work && !self.clock_changed && clock.covers(self.last().epoch);
         let mine = self.clock_mut();

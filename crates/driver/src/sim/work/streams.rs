@@ -13,25 +13,24 @@ use crate::sim::steps;
 use crate::sim::table::{Missing, Table};
 use crate::{DeviceId, StreamId};
 
-/// The streams of a device.
 #[derive(Debug)]
 struct DeviceStreams {
     legacy: StreamId,
     /// What `stream_per_thread` returns; names a different stream on each thread.
     per_thread: StreamId,
-    /// Streams with operations or waits that the host may not have waited for. A program may have many streams, of
-    /// which most have nothing new since the last wait.
+    /// Streams with operations or waits that the host may not have waited for. In a program with many streams, most
+    /// have nothing new since the last wait.
     changed: BTreeSet<StreamId>,
     /// Blocking streams, those of threads included, with operations that the legacy default stream may not be ordered
     /// after yet.
     unordered: BTreeSet<StreamId>,
-    /// Work of streams that no longer exist, as far as the host has not waited for it.
+    /// Work of streams that no longer exist and that the host has not waited for.
     retired: VectorClock,
-    /// The same for blocking streams, as far as the legacy default stream is not ordered after it yet.
+    /// The same for blocking streams, if the legacy default stream is not ordered after it yet.
     retired_blocking: VectorClock,
 }
 
-/// What the host has observed to be done.
+/// The work that the host has observed to be done.
 #[derive(Debug, Default)]
 struct HostClock {
     clock: VectorClock,
@@ -67,12 +66,11 @@ const RAW_BASE: u64 = 0x5000_0000;
 /// The distance between raw handles.
 const RAW_STEP: u64 = 0x40;
 
-/// All streams.
 #[derive(Debug, Default)]
 pub struct Streams {
     table: Table<Stream>,
     devices: Vec<DeviceStreams>,
-    /// The streams behind the per-thread default streams.
+    /// The per-thread default stream of each thread and device.
     by_thread: FxHashMap<(ThreadId, DeviceId), StreamId>,
     pub(super) timelines: Timelines,
     host: HostClock,
@@ -230,7 +228,7 @@ impl Streams {
         QueuePosition { point, waits }
     }
 
-    /// Its last operation, or what that is ordered after, is another: the host has not waited for that yet.
+    /// The stream's last operation, or the order before it, has changed: the host has not waited for it yet.
     fn set_changed(&mut self, stream: StreamId) {
         let state = self.get_mut(stream);
         state.changes += 1;
@@ -260,7 +258,8 @@ impl Streams {
         waits
     }
 
-    /// What the default-stream rules order before the next operation of `stream`, as far as it is not ordered yet.
+    /// Points that the default-stream rules order before the next operation of `stream` and that it is not ordered
+    /// after yet.
     fn implicit_waits(&self, stream: StreamId) -> Vec<StreamPoint> {
         let state = self.get(stream);
         let device = self.device(state.device);
@@ -367,7 +366,7 @@ impl Streams {
         }
     }
 
-    /// A wait for `device` begins: the streams of which the host must wait for something.
+    /// A wait for `device` begins. Returns the streams with work that the host must wait for.
     pub fn begin_device_wait(&mut self, device: DeviceId) -> Vec<AwaitedStream> {
         let retired = std::mem::take(&mut self.device_mut(device).retired);
         self.host_observed_all(&retired);
@@ -393,7 +392,7 @@ impl Streams {
         self.timelines.is_done(epoch)
     }
 
-    /// What the first of a queue waits for and is not done. Forgets what is.
+    /// The pending waits of the first operation in a queue. Removes those that are done.
     pub(super) fn pending_waits(&mut self, stream: StreamId) -> &[Epoch] {
         let Self { table, timelines, .. } = self;
         let first = table.get_mut(stream.0).and_then(|state| state.queue.front_mut());
@@ -417,7 +416,7 @@ mod tests {
 
     const DEVICE: DeviceId = DeviceId(0);
 
-    /// As the launches of one graph do: each after the one before, in turn on every stream.
+    /// Launches of one graph: each is ordered after the previous one, on every stream in turn.
     #[test]
     fn work_that_goes_around_many_streams_compares_few_nodes_of_their_clocks() {
         for &count in if cfg!(miri) { &[20, 200][..] } else { &[200, 2_000, 20_000] } {

@@ -13,7 +13,6 @@ struct Timeline {
     waiters: Vec<(u64, StreamId)>,
 }
 
-/// All timelines.
 #[derive(Debug)]
 pub struct Timelines {
     all: Vec<Timeline>,
@@ -31,8 +30,8 @@ impl Default for Timelines {
 impl Timelines {
     /// Assigns a timeline to a new stream. Returns it and the number of its last operation.
     pub fn assign(&mut self, stream: StreamId, host: &VectorClock) -> (TimelineId, u64) {
-        // A timeline can be reused once the host has observed that all of it is done: what is queued from then on is
-        // ordered after it anyway.
+        // A timeline can be reused once the host has observed that all its operations are done: work queued from then
+        // on is ordered after them anyway.
         let reusable = self.unused.iter().position(|&id| host.get(id) >= self.all[id.0 as usize].done);
         let id = match reusable {
             Some(index) => self.unused.swap_remove(index),

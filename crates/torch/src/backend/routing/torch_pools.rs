@@ -1,5 +1,5 @@
 //! PyTorch's pools by their ids: how many uses each has, and which of our pools it is. Ours is created when it is first
-//! needed, since PyTorch says only after creating a pool how it is to be. No call here makes a driver call.
+//! needed, since PyTorch sets the options of a pool only after creating it. No call here makes a driver call.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub(super) struct TorchPools {
     in_use: BTreeMap<(DeviceId, TorchPoolId), TorchPool>,
     /// PyTorch's ids of our pools, including released ones: those may still have blocks and history entries.
     ids: BTreeMap<(DeviceId, MemPoolId), TorchPoolId>,
-    /// Above this many ids, those of pools that are gone are dropped.
+    /// Above this many ids, those of destroyed pools are dropped.
     ids_limit: usize,
 }
 
@@ -71,7 +71,7 @@ impl TorchPools {
         Ok(entry.pool)
     }
 
-    /// Our pool; made now by `create` if it was not yet.
+    /// Our pool; created now by `create` if it does not exist yet.
     pub(super) fn get_or_create(
         &mut self,
         pools: &dyn PrivatePools,
@@ -94,7 +94,7 @@ impl TorchPools {
         Ok(pool)
     }
 
-    /// Stores the option; returns our pool if it is created already. A pool that is gone is not used on OOM anyway.
+    /// Stores the option; returns our pool if it is created already. A destroyed pool is not used on OOM anyway.
     pub(super) fn set_use_on_oom(&mut self, device: DeviceId, id: TorchPoolId, on: bool) -> Result<Option<MemPoolId>> {
         match self.in_use.get_mut(&(device, id)) {
             Some(entry) => {

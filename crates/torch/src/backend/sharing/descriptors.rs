@@ -1,8 +1,8 @@
-//! Mapped memory as file descriptors, the way of PyTorch's own allocator: a process keeps them open, and another takes
-//! copies of them, for which it needs the right to look into that process.
+//! Mapped memory as file descriptors, as PyTorch's own allocator shares it: a process keeps them open, and another one
+//! duplicates them, for which it needs ptrace permission for that process.
 //!
-//! An open descriptor keeps its memory alive. So those of a block are closed once it is not allocated any more: before
-//! the allocator gets more memory or gives some back, and when many blocks have been shared since.
+//! An open descriptor keeps its memory alive. So the descriptors of a freed block are closed before the allocator
+//! reserves or releases memory, and after many further blocks were shared.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,10 +18,10 @@ use super::server::PageServer;
 use crate::allocator::PartsOf;
 use crate::error::{Error, Result};
 
-/// So many descriptors are kept at most; a process may have 1024 by default. What is shared beyond that can be opened
-/// by processes with Warpool only.
+/// The maximum number of kept descriptors; a process may have 1024 by default. Memory shared beyond that can be opened
+/// only by processes with Warpool.
 const KEPT_MAX: usize = 256;
-/// Blocks that are shared before those are looked for that are freed by now.
+/// How many blocks are shared before the first search for freed ones.
 const BLOCKS_MIN: usize = 64;
 
 /// The descriptors that this process keeps.
@@ -33,7 +33,7 @@ pub(super) struct KeptDescriptors {
 #[derive(Debug, Default)]
 struct Kept {
     descriptors: BTreeMap<PhysicalId, OwnedFd>,
-    /// What was shared, and how many blocks those were when they were looked at last.
+    /// The shared blocks, and below their number after the last search.
     blocks: BTreeMap<DevicePtr, Vec<PhysicalId>>,
     blocks_checked: usize,
 }
@@ -61,7 +61,7 @@ impl KeptDescriptors {
         }
         let mut descriptors = Vec::with_capacity(parts.len());
         for part in parts {
-            // The same ones each time: PyTorch knows memory that it has opened by its handle.
+            // The same descriptors each time: PyTorch identifies opened memory by its handle.
             let descriptor = match kept.descriptors.entry(part.physical) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(place) => place.insert(PageServer::export(driver, part.physical)?),

@@ -1,8 +1,9 @@
 //! Shared memory as bytes that another process gets.
 //!
-//! For plain memory they are CUDA's 64, which every version of PyTorch accepts, also with its own allocator; those of
-//! PyTorch's allocator, with two bytes in front, are accepted here. Pages have a form of their own; in front of it
-//! stands, where it can, the form that PyTorch's allocator has for expandable segments, which does not read further.
+//! For plain memory they are CUDA's 64 bytes, which every version of PyTorch accepts, even with its own allocator. The
+//! handles of PyTorch's allocator, with two bytes in front, are accepted here too. Pages have a form of their own.
+//! Where possible it is preceded by the form of PyTorch's allocator for expandable segments, which ignores what
+//! follows.
 
 use warpool_driver::{IpcMemoryHandle, PhysicalId};
 
@@ -12,10 +13,10 @@ use crate::error::{Error, Result};
 const TORCH_VERSION_MAX: u8 = 3;
 const TORCH_KIND_PLAIN: u8 = b'c';
 const TORCH_KIND_MAPPED: u8 = b'e';
-/// Since this version the descriptors are preceded by what they are: descriptors of files.
+/// Since this version the descriptors are preceded by their type: file descriptors.
 const TORCH_VERSION_WITH_TYPE: u8 = 3;
 const TORCH_TYPES_OF_FILES: [u64; 2] = [1, 0];
-/// No version of PyTorch's, and the version of ours.
+/// A number that is no version of PyTorch's handles, and the version of ours.
 const PAGES: [u8; 2] = [0xFF, 1];
 /// More pages than any device has.
 const PAGES_MAX: u64 = 1 << 20;
@@ -25,7 +26,7 @@ const PAGES_MAX: u64 = 1 << 20;
 pub(super) enum Handle {
     Plain(IpcMemoryHandle),
     Pages(PageHandle),
-    /// Of PyTorch's own allocator.
+    /// Memory of PyTorch's own allocator.
     Descriptors(DescriptorHandle),
 }
 
@@ -132,7 +133,7 @@ impl DescriptorHandle {
             descriptors.push(i32::from_le_bytes(*descriptor));
             bytes = rest;
         }
-        // Behind the process id is padding.
+        // The process id is followed by padding.
         let process = u32::try_from(process & u64::from(u32::MAX)).ok()?;
         Some((Self { version, process, part_bytes, descriptors }, bytes))
     }
@@ -176,8 +177,8 @@ mod tests {
         }
     }
 
-    /// As PyTorch writes it: `struct { int pid; size_t segment_size; size_t num_handles; }`, since version 3 with
-    /// `int handle_type` behind it, then the descriptors.
+    /// As PyTorch writes it: `struct { int pid; size_t segment_size; size_t num_handles; }`, since version 3 followed
+    /// by `int handle_type`, then the descriptors.
     fn written_by_torch(version: u8, kind: Option<i32>, descriptors: &[i32]) -> Vec<u8> {
         let mut bytes = vec![version, b'e'];
         bytes.extend(4321_i32.to_le_bytes());
@@ -228,7 +229,7 @@ mod tests {
                 let bytes = handle.to_bytes();
                 assert_ne!(bytes.len(), 64, "CUDA's own handle has that length");
                 assert_eq!(Handle::from_bytes(&bytes).unwrap(), handle);
-                // PyTorch reads its own form, and nothing behind it.
+                // PyTorch reads its own form, and nothing after it.
                 if let Some(torch) = torch {
                     assert!(bytes.starts_with(&torch.to_bytes()));
                 }

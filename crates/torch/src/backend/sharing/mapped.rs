@@ -18,7 +18,7 @@ impl MappedRange {
         self.ptr
     }
 
-    /// Maps pages of these sizes, all or none; `page` gives each by its number as a descriptor.
+    /// Maps pages of these sizes, all or none; `page` returns the descriptor of a page by its number.
     pub(super) fn open(
         driver: &dyn Driver,
         device: DeviceId,
@@ -33,7 +33,7 @@ impl MappedRange {
                 let shared = SharedMemory::PosixFd(page(number)?);
                 let imported = driver.vm_import(device, &shared, bytes)?;
                 let outcome = driver.vm_map(DevicePtr(range.ptr.0 + mapped), imported);
-                // Mapped, it lives as long as the mapping.
+                // Once mapped, it lives as long as the mapping.
                 release(driver, imported);
                 outcome?;
                 mapped += bytes;
@@ -62,7 +62,7 @@ impl MappedRange {
         if mapped > 0 {
             driver.vm_unmap(self.ptr, mapped)?;
         }
-        // SAFETY: no work uses the addresses: they were waited for, or nobody has got them yet.
+        // SAFETY: no work uses the addresses: the device was waited for, or the addresses were never returned.
         Ok(unsafe { driver.vm_free_range(self.ptr, self.bytes) }?)
     }
 }

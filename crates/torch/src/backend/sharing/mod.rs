@@ -1,9 +1,9 @@
-//! Blocks shared with other processes. A block is exported as the memory that it is in and an offset; what another
-//! process exported is opened once, however often it is received, and closed when its last user goes.
+//! Blocks shared with other processes. A block is exported as the memory that contains it and an offset. Memory of
+//! another process is opened once, however often it is received, and closed after its last use.
 //!
 //! Plain memory is exported as CUDA's handle of its segment, pages as their numbers and the name of a socket, from
-//! which the other process gets them as file descriptors (`server.rs`). Processes with PyTorch's own allocator open
-//! either, and what they share is opened here (`descriptors.rs`).
+//! which the other process gets them as file descriptors (`server.rs`). Processes with PyTorch's own allocator can open
+//! either, and memory that they share can be opened here (`descriptors.rs`).
 
 mod descriptors;
 mod handle;
@@ -23,7 +23,7 @@ use self::server::{PageClient, PageServer};
 use crate::allocator::PartsOf;
 use crate::error::{Error, Result};
 
-/// What this process shares with others.
+/// The memory that this process shares with others.
 #[derive(Debug, Default)]
 pub(crate) struct Sharing {
     /// Started by the first export of pages.
@@ -34,13 +34,13 @@ pub(crate) struct Sharing {
     opened: Mutex<Opened>,
 }
 
-/// A block of mapped memory that is to be shared.
+/// A block of mapped memory to share.
 pub(crate) struct MappedBlock<'a> {
     pub(crate) ptr: DevicePtr,
     pub(crate) parts: &'a [MappedPart],
     /// How PyTorch's own allocator writes handles.
     pub(crate) torch_version: u8,
-    /// Of the allocator that it is of.
+    /// The function of the block's allocator.
     pub(crate) parts_of: &'a PartsOf,
     pub(crate) observers: &'a Observers,
 }
@@ -49,7 +49,7 @@ pub(crate) struct MappedBlock<'a> {
 struct Opened {
     /// By device and handle.
     memory: BTreeMap<(DeviceId, Vec<u8>), Use>,
-    /// Without users; a capture forbade to wait for the device.
+    /// Memory without users that is not closed yet, because a capture forbade waiting for the device.
     to_close: Vec<(DeviceId, Memory)>,
 }
 
@@ -92,11 +92,11 @@ impl Sharing {
         }
     }
 
-    /// The handle of a block of mapped memory: parts side by side, in the order of their addresses. With it comes
-    /// PyTorch's own form, in this version of it.
+    /// The handle of a block of mapped memory: parts side by side, in the order of their addresses. Includes PyTorch's
+    /// own form, of version `torch_version`.
     pub(crate) fn export_mapped(&self, driver: &Arc<dyn Driver>, block: &MappedBlock<'_>) -> Result<Vec<u8>> {
         let first = block.parts.first().ok_or(Error::NotShareable)?;
-        // Whether it can be shared at all is known now, not when another process asks.
+        // Fails now if the memory cannot be shared, not when another process opens it.
         PageServer::export(&**driver, first.physical)?;
         let server = self.server(driver, block)?.id();
         let torch = self.kept.keep(&**driver, block.torch_version, block.ptr, block.parts, block.parts_of)?;
@@ -114,12 +114,12 @@ impl Sharing {
         Ok(self.server.get_or_init(|| server))
     }
 
-    /// Descriptors of freed blocks are closed before the allocator gets memory, or gives some back.
+    /// Closes descriptors of freed blocks before the allocator reserves or releases memory.
     fn close_freed_when_memory_moves(&self, block: &MappedBlock<'_>) {
         let (kept, parts_of) = (Arc::clone(&self.kept), Arc::clone(block.parts_of));
         block.observers.attach_pressure_callback(Arc::new(move |_device| {
             kept.close_freed(&parts_of);
-            // Nothing that can be allocated is free by that.
+            // This makes no memory available to the allocator.
             false
         }));
         let (kept, parts_of) = (Arc::clone(&self.kept), Arc::clone(block.parts_of));
@@ -163,7 +163,7 @@ impl Sharing {
         Ok(ptr)
     }
 
-    /// A user is gone. The last one closes the memory, or during a capture, which forbids that, a later call.
+    /// Ends a use. The last one closes the memory; during a capture, which forbids that, a later call does.
     pub(crate) fn close(&self, driver: &dyn Driver, ptr: DevicePtr, capturing: bool) -> Result<()> {
         let mut opened = self.lock();
         opened.close_left(driver, capturing);
@@ -188,7 +188,7 @@ impl Sharing {
 }
 
 impl Opened {
-    /// Closes what a capture kept from being closed.
+    /// Closes memory that could not be closed during a capture.
     fn close_left(&mut self, driver: &dyn Driver, capturing: bool) {
         if !capturing {
             for (device, memory) in std::mem::take(&mut self.to_close) {
@@ -254,7 +254,7 @@ mod tests {
         from.free_block(block).unwrap();
     }
 
-    /// What PyTorch's own allocator reads of a handle, and would write itself.
+    /// The part of a handle that PyTorch's own allocator reads, and would write itself.
     fn as_torch_reads_it(handle: &[u8]) -> Vec<u8> {
         let Handle::Pages(pages) = Handle::from_bytes(handle).unwrap() else { panic!("no pages") };
         Handle::Descriptors(pages.torch.expect("PyTorch's own form")).to_bytes()
@@ -293,9 +293,9 @@ mod tests {
         let from = runtime(&sim, "backend:paged");
         for _ in 0..1000 {
             let block = from.allocate(3 << 20, 0, ForeignStream::NULL).unwrap();
-            // There is room for all: PyTorch's form is among what is written.
+            // There is room for all descriptors, so the handle includes PyTorch's form.
             as_torch_reads_it(&from.share(block, 2).unwrap().0);
-            // Elsewhere next time.
+            // So that the next block is at another address.
             from.allocate(1 << 20, 0, ForeignStream::NULL).unwrap();
             from.free_block(block).unwrap();
         }

@@ -1,7 +1,7 @@
-//! Pages as file descriptors for other processes. A process that shares pages has a thread that waits at a socket:
-//! asked for a page by its number, it sends a descriptor. So none is open longer than that takes, however many pages
-//! are shared, and a page that is not used any more is not kept alive; and the other process needs no right to look
-//! into this one, as it would to take descriptors by itself.
+//! Pages as file descriptors for other processes. A process that shares pages has a thread that listens on a socket and
+//! sends the descriptor of a page by its number. So descriptors are open only briefly, however many pages are shared,
+//! and do not keep unused pages alive. The other process needs no ptrace permission for this one, which it would need
+//! to take descriptors itself.
 //!
 //! Only processes of the same user are answered.
 
@@ -25,7 +25,7 @@ use warpool_driver::{Driver, DriverError, ErrorCode, PhysicalId, ShareKind, Shar
 use super::handle::ServerId;
 use crate::error::{Error, Result};
 
-/// How long one side waits for the other.
+/// The timeout of either side.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 const SENT: u8 = 0;
@@ -38,7 +38,6 @@ pub(super) struct PageServer {
 }
 
 impl PageServer {
-    /// Starts it.
     pub(super) fn start(driver: Arc<dyn Driver>) -> io::Result<Self> {
         let half = || u128::from(RandomState::new().build_hasher().finish());
         let id = ServerId { process: std::process::id(), number: half() << 64 | half() };
@@ -68,7 +67,7 @@ fn address(id: ServerId) -> io::Result<SocketAddr> {
 
 fn serve(listener: &UnixListener, driver: &dyn Driver) {
     for stream in listener.incoming() {
-        // Whoever is refused finds the connection closed.
+        // A refused client finds the connection closed.
         if let Ok(stream) = stream
             && socket_peercred(&stream).is_ok_and(|peer| peer.uid == rustix::process::getuid())
         {

@@ -1,4 +1,4 @@
-// What PyTorch's allocator class calls: blocks, pools with filters, checkpoints, snapshots, observers, pinned memory.
+// The calls of PyTorch's allocator class: blocks, pools with filters, checkpoints, snapshots, observers, pinned memory.
 #include "check.h"
 
 static const warpool_pool_id DEFAULT_POOL = {0, 0}, POOL = {0, 7};

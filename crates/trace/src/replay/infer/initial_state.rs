@@ -54,7 +54,7 @@ impl InitialState {
         Ok(Self { heap, bytes_unknown_origin, events_not_undone, blocks_extended: 0 })
     }
 
-    /// Whether there was anything.
+    /// Whether the state is empty.
     pub fn is_empty(&self) -> bool {
         let in_use = |state| state != BlockState::Inactive;
         self.heap.bytes_reserved() == 0

@@ -15,9 +15,9 @@ use crate::steps;
 /// Why memory was released.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::replay) enum ReleaseCause {
-    /// The allocator waited for all events and released everything cached, to retry the request behind it.
+    /// The allocator waited for all events and released everything cached, to retry the next request.
     Retry,
-    /// The allocator released some of it for the request behind it, and waited for nothing.
+    /// The allocator released a part of it for the next request, without waiting for events.
     Partial,
     /// The program emptied the cache.
     Trim,
@@ -32,15 +32,15 @@ pub(in crate::replay) struct LimitBounds {
     pub below: u64,
     /// The device itself was full: it had less free than a failed request needed.
     pub device_full: bool,
-    /// What a full device had for the program at the requests that failed, the least and the most.
+    /// The memory that a full device had for the program at the failed requests: the least and the most.
     pub device_had: Option<(u64, u64)>,
     /// Values to try, the likeliest first.
     pub candidates: Vec<u64>,
 }
 
 impl LimitBounds {
-    /// `device_had` is what a full device had for the program at each failure, in their order; empty if a limit was
-    /// set. `card` is the memory of the card, if known.
+    /// `device_had` is the memory that a full device had for the program at each failure, in their order; empty if a
+    /// limit was set. `card` is the memory of the card, if known.
     pub(super) fn new(at_least: u64, below: u64, device_had: &[u64], card: impl FnOnce() -> Option<u64>) -> Self {
         let least = device_had.iter().copied().min();
         let candidates = match least {
@@ -51,7 +51,7 @@ impl LimitBounds {
         Self { at_least, below, device_full: device_had.is_some(), device_had, candidates }
     }
 
-    /// Others use a full device too, and not always equally much of it.
+    /// A remark if the memory that others use of a full device varies.
     fn remark(&self) -> Option<String> {
         let (least, most) = self.device_had.filter(|(least, most)| most - least >= MIB)?;
         Some(format!(
@@ -87,7 +87,7 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
     let mut remarks = Vec::new();
 
     let mut failures = 0;
-    // What a full device had for the program, at each failure.
+    // The memory that a full device had for the program, at each failure.
     let mut device_had = Vec::new();
     let mut unexplained = 0_u64;
     for failure in &observed.failed_requests {
@@ -133,7 +133,7 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
             if !is_limited || (possible.retry_below.is_none() && possible.garbage_below.is_none()) {
                 return ReleaseCause::Trim;
             }
-            // Where both are possible, the limit that allows both.
+            // If both causes are possible, use the limit that allows both.
             below = below.min(possible.retry_below.max(possible.garbage_below).unwrap_or(u64::MAX));
             if possible.retry_below.is_some() && possible.is_full {
                 retries += u64::from(!possible.may_be_partial);
@@ -145,7 +145,7 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
         .collect();
     let threshold = rules.garbage_collection_threshold();
     if threshold > 0.0 && below < u64::MAX {
-        // Where an unused segment stayed cached, the threshold was not reached.
+        // If an unused segment stayed cached, the threshold was not reached.
         let kept = observed.driver_allocations.iter().filter(|allocation| allocation.had_unused_segment);
         let kept = kept.map(|allocation| limit_at_threshold(allocation.bytes_reserved_before, threshold));
         at_least = kept.filter(|&bytes| bytes < below).fold(at_least, u64::max);
@@ -163,7 +163,7 @@ pub(super) fn infer_causes(observed: &Observations, pools: &InferredPools, rules
     ReleaseCauses { causes, limit, retries, remarks }
 }
 
-/// The most that was reserved as a limit counts it: the limit was at least this.
+/// The peak of reserved memory, as a limit counts it. The limit was at least this.
 fn reserved_at_least(observed: &Observations, rules: &RecordedRules) -> u64 {
     let allocated = observed.driver_allocations.iter();
     let bytes =
@@ -175,8 +175,8 @@ fn reserved_at_least(observed: &Observations, rules: &RecordedRules) -> u64 {
     observed.peak_reserved_bytes.saturating_sub(not_compared).max(allocated)
 }
 
-/// Whether the releases show that there was a limit. A single one that could have either cause is taken for the
-/// program's own, unless it came directly before the request.
+/// Whether the releases show that there was a limit. A single release that could have either cause is attributed to the
+/// program, unless it came directly before the request.
 fn shows_limit(releases: &[PossibleCauses]) -> bool {
     let retries: Vec<&PossibleCauses> = releases.iter().filter(|release| release.retry_below.is_some()).collect();
     let trims = releases.iter().filter(|release| release.must_be_trim).count();
@@ -186,7 +186,7 @@ fn shows_limit(releases: &[PossibleCauses]) -> bool {
         || (retries.len() == 1 && trims == 0 && retries[0].immediate)
 }
 
-/// Failed requests without a release before them: nothing was cached, but they were retried all the same.
+/// Failed requests without a release before them: nothing was cached, but they were retried anyway.
 fn failures_without_release(observed: &Observations, failures: u64) -> u64 {
     let has_failed = |release: &&Release| release.next_request.as_ref().is_some_and(|next| next.failed);
     failures.saturating_sub(observed.releases.iter().filter(has_failed).count() as u64)
@@ -239,7 +239,7 @@ impl PossibleCauses {
         // The next request, if no cached block fitted before the release.
         let unserved = release.next_request.as_ref().filter(|next| !has_pool(&next.could_serve, pool_of_request(next)));
         let bytes = unserved.map(|next| release.bytes_reserved_before.saturating_add(next.segment_bytes));
-        // The program empties the cache before it makes a request, which a free block would then have served.
+        // If the program had emptied the cache before the request, a free block would have served the request.
         let passed_over =
             unserved.is_some_and(|next| !next.failed && has_pool(&next.could_serve_after, pool_of_request(next)));
         let retry_below = bytes.filter(|&bytes| bytes > at_least && (is_full || all_oversize) && pool.is_none());
@@ -272,8 +272,9 @@ fn limit_at_threshold(bytes: u64, threshold: f64) -> u64 {
     (bytes as f64 / threshold) as u64
 }
 
-/// What a full device had for the program is the limit: at the last failure first, then the least of all. Within the
-/// bounds: an expandable segment grows by whole chunks, and a request may fail for the rest of one.
+/// The candidates for a full device: the memory that it had for the program at the last failure, then the least of all
+/// failures, both within the bounds. An expandable segment grows by whole chunks, so a request may fail for the rest of
+/// a chunk.
 fn limits_of_full_device(at_least: u64, below: u64, device_had: &[u64]) -> Vec<u64> {
     let last = device_had.last().copied();
     let least = device_had.iter().copied().filter(|had| (at_least..below).contains(had)).min();
@@ -354,7 +355,7 @@ mod tests {
         let bounds = |had: &[u64]| LimitBounds::new(at_least, below, had, || None);
         assert_eq!(bounds(&[23 * GIB + 7]).candidates, [23 * GIB + 7, at_least]);
         assert_eq!(bounds(&[23 * GIB + 7]).remark(), None);
-        // Others came and went: the last, then the least that explains the recording.
+        // The memory used by others varied: the last value, then the least one that explains the recording.
         let several = bounds(&[21 * GIB, 22 * GIB + 5, 23 * GIB]);
         assert_eq!(several.candidates, [23 * GIB, 22 * GIB + 5, at_least]);
         assert_eq!((several.device_full, several.device_had), (true, Some((21 * GIB, 23 * GIB))));

@@ -1,5 +1,5 @@
-//! What a recording does not contain and is inferred from its events before it is replayed: the state at its start, the
-//! pool of each allocation, why memory was released, and the memory limit.
+//! Infers what a recording does not contain from its events, before it is replayed: the state at its start, the pool of
+//! each allocation, why memory was released, and the memory limit.
 
 mod heap;
 mod initial_state;
@@ -25,13 +25,13 @@ use crate::bytes_text::text;
 use limit::{ReleaseCauses, infer_causes};
 use observe::{Observations, observe};
 
-/// Which signs in a recording are used.
+/// Which evidence in a recording is used.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct InferOptions {
-    /// A pause between two freed segments separates two releases. A slow driver pauses too.
+    /// A pause between two freed segments separates two releases. A slow driver causes pauses too.
     pub pauses_end_releases: bool,
-    /// The choice of a block shows which segments were in one pool. Where settings changed on the way it may have had
-    /// other reasons.
+    /// The choice of a block shows which segments were in one pool. If settings changed while the program ran, it may
+    /// have had other reasons.
     pub choices_show_pools: bool,
 }
 
@@ -55,7 +55,7 @@ pub(super) struct Inference {
     pub mismatches: u64,
     /// Remarks for the reader.
     pub remarks: Vec<String>,
-    /// For the memory of all this.
+    /// The charge for the memory of all this.
     #[expect(dead_code, reason = "gives it back when it is dropped")]
     charge: Option<Charge>,
 }
@@ -169,8 +169,8 @@ fn initial_state(
     Ok(Some(initial))
 }
 
-/// Passes over the events. A block of the initial state that would have been chosen and was not must have been smaller,
-/// if that is possible; then the pass starts again.
+/// Passes over the events. If a block of the initial state was not chosen although it fitted best, it must have been
+/// smaller. Where that is possible, it is made smaller, and the pass starts again.
 fn observe_corrected(
     recording: DeviceRecording<'_>,
     initial: Option<&mut InitialState>,
@@ -202,7 +202,7 @@ fn recorded_pools(events: &[TraceEntry], action: Action, pools: &mut InferredPoo
 }
 
 fn remark_on_initial_state(initial: &InitialState, remarks: &mut Vec<String>) {
-    // Every program that used the device before has one small segment.
+    // A program that used the device before has at least one small segment.
     if initial.heap.bytes_reserved() > 2 * MIB || initial.bytes_unknown_origin > MIB {
         remarks.push(format!(
             "the history starts late: {} were already reserved, {} of them in use by allocations that are not in the \

@@ -20,11 +20,11 @@ pub(super) struct Release {
     pub events: std::ops::Range<usize>,
     /// The released segments, in order.
     pub segments: Vec<SegmentId>,
-    /// What changed since the release before it in the segments that could have been released too: how often each is
-    /// to be added or removed. All of them at each release would be too many.
+    /// What changed since the release before it in the segments that could have been released too: how often each is to
+    /// be added or removed. Listing all of them at each release would take too long.
     pub kept_changes: Vec<(SegmentId, i32)>,
     pub bytes_reserved_before: u64,
-    /// The request right behind it, if that needed new memory or failed.
+    /// The request directly after it, if that needed new memory or failed.
     pub next_request: Option<NextRequest>,
     /// A small segment was released before a large one, as when a private pool is released.
     pub small_first: bool,
@@ -32,7 +32,7 @@ pub(super) struct Release {
     pub immediate: bool,
 }
 
-/// A request behind a release that needed new memory.
+/// A request directly after a release, which needed new memory or failed.
 #[derive(Clone, Debug)]
 pub(super) struct NextRequest {
     /// The size of the segment for it, which a limit is compared with.
@@ -56,20 +56,19 @@ pub(super) struct DriverAllocation {
     pub had_unused_segment: bool,
 }
 
-/// A request failed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FailedRequest {
     pub bytes_reserved: u64,
     /// The size of the segment for it, which a limit is compared with.
     pub segment_bytes: u64,
-    /// What the driver was asked for: whole chunks for an expandable segment.
+    /// The bytes requested from the driver: whole chunks for an expandable segment.
     pub driver_bytes: u64,
-    /// What was free on the device.
+    /// The free memory of the device.
     pub device_free: u64,
 }
 
 impl FailedRequest {
-    /// What the device had for the program, if the recording says: reserved and free.
+    /// The memory that the device had for the program (reserved and free), if the recording contains it.
     pub fn bytes_usable(&self) -> Option<u64> {
         is_device_free(self.device_free).then(|| self.bytes_reserved.saturating_add(self.device_free))
     }
@@ -111,7 +110,7 @@ pub(super) struct Observations {
 }
 
 impl Observations {
-    /// The device, as far as the failed requests tell.
+    /// The device, as far as the failed requests show.
     pub fn device_memory(&self, bytes_reserved: u64) -> DeviceMemory {
         let usable = self.failed_requests.iter().filter_map(FailedRequest::bytes_usable).max();
         DeviceMemory::inferred(usable, bytes_reserved)
@@ -150,9 +149,9 @@ struct Pass<'a> {
     found: Observations,
     /// The pairs of segments in `found.conflicts`.
     conflicts: FxHashSet<(SegmentId, SegmentId)>,
-    /// Which segments could have served the request behind the coming release before its frees completed.
+    /// Which segments could have served the request after the coming release, before its frees completed.
     could_serve_before_wait: Option<Vec<SegmentId>>,
-    /// The end of the completed frees in a row that were last examined for a release behind them.
+    /// The end of the last run of completed frees that was examined for a release after it.
     completions_end: usize,
     charge: Charge,
 }
@@ -263,7 +262,7 @@ impl Pass<'_> {
         let driver_allocation = DriverAllocation { bytes_reserved_before, segment_bytes, had_unused_segment };
         self.count(3 * size_of::<DriverAllocation>() as u64);
         self.found.driver_allocations.push(driver_allocation);
-        // Behind a release the allocator does not search its free blocks again.
+        // After a release the allocator does not search its free blocks again.
         let searched = at == 0 || !frees_segment(self.events[at - 1].action);
         let preferred = if searched { self.heap.preferred_blocks(request.stream, size, None) } else { Vec::new() };
         let chosen = grow(&mut self.heap, event);
@@ -272,7 +271,7 @@ impl Pass<'_> {
 
     /// Adds each pair once. Segments that are known to be in different pools are no conflict.
     fn add_conflicts(&mut self, chosen: SegmentId, chosen_is_new: bool, size: u64, preferred: &[(u64, SegmentId)]) {
-        // In the list and in the set, while they grow, and in what is made of them.
+        // In the list and in the set, while they grow, and in the data made from them.
         const BYTES: u64 = 3 * size_of::<PoolConflict>() as u64 + 128;
         let before = self.found.conflicts.len();
         let pool = |id: SegmentId| self.heap.segment(id).pool;
@@ -291,7 +290,7 @@ impl Pass<'_> {
         self.count((self.found.conflicts.len() - before) as u64 * BYTES);
     }
 
-    /// One release, which starts at `first`. Returns the index of the event behind it.
+    /// One release, which starts at `first`. Returns the index of the event after it.
     fn observe_release(&mut self, first: usize) -> usize {
         let events = self.events;
         let end = self.end_of_release(first);
@@ -345,8 +344,8 @@ impl Pass<'_> {
     /// The end of the release that starts at `first`. Two releases that follow each other directly are separated by
     /// their pools, where those are named: the default pool is released first, and the release of a private pool
     /// touches no other. Else by their order, since a pool releases its segments in the order of its free list; and by
-    /// the time between them, since only the first free of a release waits for the device. A slow driver pauses too,
-    /// which is why the time can be left out.
+    /// the time between them, since only the first free of a release waits for the device. A slow driver causes pauses
+    /// too, so the time can be ignored (`pauses_end_releases`).
     fn end_of_release(&self, first: usize) -> usize {
         let events = self.events;
         let in_order = !self.rules().releases_partially();
@@ -371,8 +370,8 @@ impl Pass<'_> {
         end
     }
 
-    /// The request right behind a release that ends at `end`, if it failed or needed new memory: its stream, its size,
-    /// and whether it failed.
+    /// The request directly after a release that ends at `end`, if it failed or needed new memory: its stream, its
+    /// size, and whether it failed.
     fn request_after_release(&self, end: usize) -> Option<(u64, u64, bool)> {
         let event = self.events.get(end)?;
         match event.action {
@@ -386,7 +385,8 @@ impl Pass<'_> {
     }
 
     /// If the frees from `at` on complete because the allocator waits for all events before a release: which segments
-    /// could have served the request behind it before the wait. What the wait frees comes too late for that request.
+    /// could have served the request after it, before the wait. Memory that the wait frees comes too late for that
+    /// request.
     fn could_serve_before_wait(&mut self, at: usize) -> Option<Vec<SegmentId>> {
         let events = self.events;
         let behind = at + events[at..].iter().take_while(|event| event.action == Action::FreeCompleted).count();

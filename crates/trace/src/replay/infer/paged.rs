@@ -1,9 +1,9 @@
-//! What a recording of the paged allocator shows. It names its pools, and the entries of one call have one time, so
-//! little has to be inferred: which pages were returned by a trim, and not taken for a request.
+//! Inference for recordings of the paged allocator. They name their pools, and the entries of one call have one time,
+//! so little has to be inferred: which pages were returned by a trim rather than reclaimed for a request.
 //!
-//! Not shown are: trims that returned nothing, trims to a target, when a pool was released whose pages later requests
-//! took, how far streams were when pages were taken (a mapping is undone only after its stream has passed), and what
-//! other threads did in between. Recordings in which these mattered do not replay exactly.
+//! A recording does not contain trims that returned nothing, trims to a target, the release of a pool whose pages later
+//! requests reclaimed, the progress of streams when pages were reclaimed (a page is unmapped only after its stream has
+//! passed), and the actions of other threads in between. Recordings in which these mattered do not replay exactly.
 
 use warpool::memory::{Action, Settings, TraceEntry};
 
@@ -46,7 +46,7 @@ impl Inference {
             allocation_pools,
             failed_request_pools,
             releases,
-            // It retries without releasing anything, which leaves no trace.
+            // It retries without releasing memory, which the recording does not show.
             retries: RetryBounds { least: 0, most: u64::MAX },
             charge: Some(charge),
             ..Self::none(settings)
@@ -54,7 +54,7 @@ impl Inference {
     }
 }
 
-/// The memory limit that failed requests show. Settings that are recorded say it themselves.
+/// The memory limit that failed requests show. Recorded settings contain it directly.
 fn memory_limit(events: &[TraceEntry], settings: &Settings) -> Option<LimitBounds> {
     /// Physical memory comes in pages of at least this size.
     const PAGE: u64 = 2 << 20;
@@ -68,7 +68,7 @@ fn memory_limit(events: &[TraceEntry], settings: &Settings) -> Option<LimitBound
             Action::SegmentAlloc | Action::SegmentMap => reserved = reserved.saturating_add(event.size),
             Action::SegmentFree | Action::SegmentUnmap => reserved = reserved.saturating_sub(event.size),
             Action::Oom => {
-                // It lacked at most the pages of the whole request: free ones that were in reach served a part of it.
+                // It lacked at most the pages of the whole request: reachable free pages may have covered a part of it.
                 let pages = event.size.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX);
                 below = below.min(reserved.saturating_add(pages));
                 let has = Some(reserved.saturating_add(event.addr)).filter(|_| is_device_free(event.addr));
@@ -83,8 +83,8 @@ fn memory_limit(events: &[TraceEntry], settings: &Settings) -> Option<LimitBound
     (at_least < below && below < u64::MAX).then(|| LimitBounds::new(at_least, below, &device_had, card))
 }
 
-/// The segment events that do not belong to a request: runs of those that a trim made. Those of a request come right
-/// before its entry and have its time.
+/// Runs of segment events that a trim made. Segment events of a request come directly before its entry and have its
+/// time.
 fn trims(events: &[TraceEntry]) -> Vec<std::ops::Range<usize>> {
     let (mut trims, mut open): (Vec<std::ops::Range<usize>>, Vec<usize>) = (Vec::new(), Vec::new());
     let mut close = |open: &mut Vec<usize>, time_us: Option<i64>| {

@@ -1,10 +1,10 @@
-//! The pool of each segment. Newer recordings name it. Older ones name it only for segments that are in the snapshot;
-//! another segment is assumed to be in the default pool unless the recording contradicts that: a better block was
-//! passed over, new memory was allocated although a free block fitted, or some segments were released while others
-//! stayed that would have been released with them.
+//! The pool of each segment. Newer recordings name it. Older ones name it only for segments that are in the snapshot.
+//! Another segment is assumed to be in the default pool unless the recording contradicts that. Contradictions are: a
+//! better block was not used; new memory was allocated although a free block fitted; some segments were released, and
+//! others were kept that would have been released with them.
 //!
-//! A finer division always explains a recording, in the extreme one pool per segment. So the coarsest one is inferred,
-//! and the number of inferred assignments is reported.
+//! A finer division into pools always explains a recording; the extreme is one pool per segment. So the coarsest one is
+//! inferred, and the number of inferred assignments is reported.
 
 use rustc_hash::{FxHashMap, FxHashSet};
 use warpool::memory::MemPoolId;
@@ -16,10 +16,9 @@ use crate::steps;
 /// A pool by its number in [`InferredPools::origins`].
 pub(in crate::replay) type PoolIndex = u32;
 
-/// The default pool.
 pub(in crate::replay) const DEFAULT_POOL: PoolIndex = 0;
 
-/// Where a pool is known from.
+/// How a pool is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::replay) enum PoolOrigin {
     /// The recording names it.
@@ -192,7 +191,7 @@ impl InferredPools {
         };
         let is_open =
             |pools: &Self, pair: &PoolConflict| pools.of_segment(pair.chosen) == pools.of_segment(pair.passed_over);
-        // A segment moves to a pool without any that it conflicts with, so a conflict that is resolved stays so.
+        // A segment moves to a pool without conflicting segments, so a resolved conflict stays resolved.
         for (_, pair) in conflicts() {
             let Some(segment) = moved_for(pair).filter(|_| is_open(self, pair)) else { continue };
             steps::count(others_of(segment).len());

@@ -58,7 +58,8 @@ impl RecordedRules {
         self.garbage_collection_threshold > 0.0 || self.max_split_bytes.is_some()
     }
 
-    /// Whether, of free blocks of one size, that of the oldest segment is used first; else that of the lowest address.
+    /// Among free blocks of one size: whether the one in the oldest segment is used first, or else the one at the
+    /// lowest address.
     pub fn oldest_segment_first(&self) -> bool {
         self.oldest_segment_first
     }

@@ -1,5 +1,5 @@
 //! Separates releases that follow each other without a pause, such as those of two private pools. Segments of one pool
-//! never conflict, so a release whose segments do was more than one.
+//! never conflict, so a release with conflicting segments was more than one release.
 
 use rustc_hash::{FxHashMap, FxHashSet};
 

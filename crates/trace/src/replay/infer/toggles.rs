@@ -53,7 +53,7 @@ pub(in crate::replay) fn search<E>(
     // The one that gets furthest is tried first.
     let mut open = BinaryHeap::from([best.clone()]);
     while let Some((reached, mut toggles)) = open.pop() {
-        // Of those that get equally far only the last is kept.
+        // Among those that get equally far, only the last is kept.
         let mut further = BTreeMap::new();
         for near in candidates(events, &toggles, reached).chunks(NEAR) {
             for &toggle in near {

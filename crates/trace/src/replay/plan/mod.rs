@@ -1,8 +1,8 @@
 //! The calls of a replay: what the recorded program did, without what its allocator did. The segment events of the
 //! recorded allocator are kept beside the steps, to compare with.
 //!
-//! Each free is matched with the slot of its allocation here, once, and each late completion with its use on a paused
-//! stream. The replay itself looks nothing up.
+//! Each free is matched here with the slot of its allocation, and each late completion with its use on a paused stream,
+//! so that the replay itself needs no lookups.
 
 mod paused_streams;
 
@@ -191,7 +191,7 @@ impl<'a> Planner<'a> {
         })
     }
 
-    /// Counts the memory of what there is, while it grows.
+    /// Counts the memory of the plan while it grows.
     #[inline]
     fn count_memory(&mut self) {
         const ENTRY: usize = 64;
@@ -286,7 +286,7 @@ impl<'a> Planner<'a> {
         let number = event_number(at);
         let releases = &self.inference.releases;
         let Some(release) = releases.get(self.next_release).filter(|release| release.events.start == at) else {
-            // Nothing was inferred about it: the replayed allocator releases memory or not.
+            // Nothing was inferred about it: the replayed allocator may or may not release memory.
             self.bytes_reserved = self.bytes_reserved.saturating_sub(self.events[at].size);
             self.segment_events.push(number);
             return at + 1;
@@ -405,7 +405,7 @@ impl<'a> Planner<'a> {
     }
 
     /// The pool to use for an inferred one; a new one, if that was released. A pool that was released and used again
-    /// can only have been two.
+    /// must have been two pools.
     fn usable_pool(&mut self, pool: PoolIndex) -> PoolIndex {
         match self.pool_in_use.get_mut(&pool) {
             None => pool,

@@ -1,5 +1,6 @@
 //! The simulated GPU of one run, with the allocator under test, the recorded streams and pools, and the paused streams.
-//! It makes one call at a time; which calls is in the plan, and whether the result is as recorded in `compare.rs`.
+//! It makes one call at a time. The plan determines the calls, and `compare.rs` compares the results with the
+//! recording.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -45,7 +46,7 @@ pub(super) struct Counters {
     pub remaps: RemapCounts,
 }
 
-/// What a [`ReplayDevice`] is made of.
+/// The parameters of a [`ReplayDevice`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DeviceOptions<'a> {
     pub allocator: AllocatorChoice,
@@ -80,7 +81,7 @@ struct PausedStreamState {
 
 impl ReplayDevice {
     pub fn new(options: &DeviceOptions<'_>) -> Result<Self> {
-        // The only work is that of paused streams, which must not complete because there is much of it.
+        // The only work is that of paused streams. It must not complete just because a queue is full.
         let mut config = SimConfig { queue_depth: usize::MAX, ..SimConfig::default() };
         config = config.with_timing(Timing::Model).with_capacity(options.capacity).without_suballocation_tracking();
         let driver = Arc::new(SimDriver::new(config));
@@ -104,7 +105,7 @@ impl ReplayDevice {
                 (Arc::new(paged), None)
             }
         };
-        // In the recorded order, so that what is sorted by stream is sorted in the same way.
+        // In the recorded order, so that sorting by stream gives the same order.
         let default = driver.stream_default(DEVICE)?;
         let streams = options.streams.iter().map(|&stream| {
             if stream == 0 { Ok(default) } else { driver.stream_create(DEVICE, StreamOptions::default()) }
@@ -167,7 +168,7 @@ impl ReplayDevice {
         self.allocator.free(allocation)
     }
 
-    /// Completes all uses, and makes the pools anew. All blocks are free.
+    /// Completes all uses and creates the pools again. All blocks must be free.
     pub fn begin_again(&mut self, pools: &[PoolOrigin]) -> Result<()> {
         for paused in &mut self.paused_streams {
             let work = self.driver.paused_work(paused.stream)?;

@@ -1,5 +1,6 @@
-//! The memory of a simulated device and of its allocator, estimated from what exists on them. A step of a plan may take
-//! more than a few objects only by its size, so the estimate is made every some hundred steps, and before large ones.
+//! The memory of a simulated device and of its allocator, estimated from what exists on them. A step of a plan adds
+//! many objects only if its request is large, so the estimate is made every few hundred steps and before large
+//! requests.
 
 use warpool::memory::{Settings, SizeRules, Stats};
 
@@ -9,32 +10,32 @@ use crate::budget::{Charge, Exceeded};
 use crate::replay::plan::Step;
 use crate::replay::{ReplayError, infer::InitialState};
 
-/// What a device takes before anything is on it, its quarantine of freed addresses included.
+/// The memory of an empty device, with its quarantine of freed addresses.
 const DEVICE_BYTES: u64 = 24 << 20;
-/// What each of them takes, with its share of the tables while these grow.
+/// The memory of each object, with its share of the tables while these grow.
 const STREAM_BYTES: u64 = 3 << 10;
 const PAUSED_STREAM_BYTES: u64 = 4 << 10;
 const POOL_BYTES: u64 = 3 << 10;
 const SEGMENT_BYTES: u64 = 2 << 10;
 const BLOCK_BYTES: u64 = 384;
 const PENDING_BYTES: u64 = 2 << 10;
-/// What is mapped at once in an expandable segment.
+/// The memory for one mapped chunk of an expandable segment.
 const CHUNK_BYTES: u64 = 768;
 const CHUNK_SIZE_MIN: u64 = 2 << 20;
 
-/// The most calls to restore an initial state, and how many more for each event and block of the recording.
+/// The maximum number of calls to restore an initial state, plus this many for each event and block of the recording.
 const CALLS_MAX: u64 = 1 << 16;
 const CALLS_EACH: u64 = 16;
 
 /// Steps between two estimates.
 const STEPS: u32 = 256;
-/// Requests of so many bytes are counted before they are made.
+/// Requests of at least this many bytes are counted before they are made.
 const LARGE_REQUEST: u64 = 4 << 30;
 
 /// The memory that a device takes out of the budget.
 pub(super) struct DeviceMemory {
     charge: Charge,
-    /// What does not depend on the steps.
+    /// The part that does not depend on the steps.
     fixed: u64,
     /// The memory of the device.
     capacity: u64,
@@ -63,13 +64,13 @@ impl DeviceMemory {
         Ok(Self { charge, fixed, capacity: run.capacity, may_map, pending, steps_left: 0 })
     }
 
-    /// So much more that does not depend on the steps.
+    /// Adds bytes that do not depend on the steps.
     pub fn add(&mut self, bytes: u64) -> Result<(), Exceeded> {
         self.fixed += bytes;
         self.charge.add(bytes)
     }
 
-    /// What the initial state takes. Refuses one that takes out of proportion many calls to restore.
+    /// Adds the memory of the initial state. Refuses a state that needs too many calls to restore.
     pub fn add_restored(&mut self, run: &Run<'_>) -> Result<(), ReplayError> {
         let Some(initial) = run.inference.initial.as_ref().filter(|initial| !initial.is_empty()) else {
             return Ok(());
@@ -92,7 +93,7 @@ impl DeviceMemory {
         self.pending = pending_at_start(run);
     }
 
-    /// What was taken out of the budget at most.
+    /// The most bytes taken out of the budget at one time.
     pub fn bytes_taken(&self) -> u64 {
         self.charge.bytes()
     }
@@ -126,7 +127,8 @@ impl DeviceMemory {
         };
         let reserved = stats.reserved_bytes.all.current.saturating_add(requested).min(self.capacity);
         let chunks = if self.may_map { reserved / CHUNK_SIZE_MIN } else { 0 };
-        // Free blocks of expandable segments are not counted; each lies behind one in use, or behind a hole.
+        // The statistics do not count free blocks of expandable segments; each follows a block in use, or an unmapped
+        // range.
         let blocks = 2 * stats.active.all.current + stats.inactive_split.all.current + chunks + u64::from(STEPS) * 2;
         let segments = stats.segment.all.current + u64::from(STEPS);
         let bytes = (self.fixed)

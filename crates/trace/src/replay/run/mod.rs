@@ -44,7 +44,7 @@ pub(super) struct Run<'a> {
     /// If the recording should be reproduced: memory comes from the driver at the recorded addresses, and everything is
     /// compared.
     pub expected: Option<Expected>,
-    /// Before this step memory comes at the recorded addresses as long as the recorded segments are asked for.
+    /// Before this step, memory comes at the recorded addresses as long as the recorded segments are requested.
     pub recorded_steps: usize,
     /// How the driver chooses other addresses; `None` is upwards.
     pub scatter: Option<Scatter>,
@@ -69,7 +69,6 @@ pub(super) struct Expected {
     pub stops_at_difference: bool,
 }
 
-/// The result of a run.
 #[derive(Clone, Debug, Default)]
 pub(super) struct RunResult {
     pub addresses_equal: u64,
@@ -122,7 +121,7 @@ impl Run<'_> {
         Ok(runner.finish(before)?)
     }
 
-    /// Makes the device and restores the initial state. Where that is not possible, that is the result.
+    /// Makes the device and restores the initial state. If that fails, returns the result of the run.
     fn start<'r>(
         &'r self,
         progress: OnProgress<'r>,
@@ -219,17 +218,17 @@ impl Run<'_> {
     }
 }
 
-/// What a request counts as live; an empty one gets no block.
+/// The live bytes of a request; an empty request gets no block.
 fn live_size(requested: u64) -> u64 {
     if requested == 0 { 0 } else { SizeRules::round_to_block(requested) }
 }
 
-/// What the blocks in use count as live.
+/// The live bytes of the blocks in use.
 fn live_bytes(slots: &[Option<Allocation>]) -> u64 {
     slots.iter().flatten().map(|block| live_size(block.bytes_requested)).sum()
 }
 
-/// What was in use at the first event does not fit.
+/// The result if the blocks in use at the first event do not fit.
 fn out_of_memory_at_start(device: &ReplayDevice, report: Box<OomReport>) -> Result<RunResult> {
     let stats = device.allocator().stats(DEVICE)?;
     Ok(RunResult {
@@ -257,9 +256,9 @@ struct Runner<'a> {
     next_toggle: u32,
     live_bytes: u64,
     result: RunResult,
-    /// Whether the same segments were asked for as in the recording so far: their actions and sizes.
+    /// Whether the same segments as in the recording were requested so far, by actions and sizes.
     asks_as_recorded: bool,
-    /// Uses that the recorded allocator waited for in the next step, and this one may not.
+    /// Uses that the recorded allocator waited for in the next step; this one may not wait for them.
     completed_late: Vec<PausedUse>,
     /// The counters at the first step of the second half.
     before_steady: Option<Counters>,
@@ -273,7 +272,7 @@ enum Flow {
 }
 
 impl<'a> Runner<'a> {
-    /// Makes all steps, or those up to one that stops the run. Returns whether it was all.
+    /// Makes the steps up to the one that stops the run, if any. Returns whether all were made.
     fn run_steps(&mut self) -> std::result::Result<bool, ReplayError> {
         const PROGRESS_STEPS: usize = 1 << 14;
         let steps = &self.run.plan.steps;
@@ -296,7 +295,7 @@ impl<'a> Runner<'a> {
             match self.run_step(number, step) {
                 Ok(Flow::Continue) => {}
                 Ok(Flow::Stop) => return Ok(false),
-                // Something inferred was wrong: a difference, after which something else may be tried.
+                // An inference was wrong. This counts as a difference, and another interpretation may be tried.
                 Err(error) if self.run.expected.is_some() => {
                     self.comparison.differs(step.event(), "a call without an error", error);
                     return Ok(false);
@@ -357,7 +356,7 @@ impl<'a> Runner<'a> {
                 if !awaited {
                     self.device.complete(paused)?;
                 } else if self.run.expected.is_none() {
-                    // As recorded, the allocator is about to wait for it.
+                    // The recorded allocator waits for it in a later step.
                     self.completed_late.push(paused);
                 }
             }
@@ -473,7 +472,7 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    /// Notes where a what-if leaves the recording: with other addresses first, or with other segments.
+    /// Notes the first step at which a what-if differs from the recording, in addresses or in segments.
     fn note_segments(&mut self, step: usize, recorded: &[SegmentEvent], got: &[SegmentAction]) {
         let events = || recorded.iter().map(|segment| &self.run.events[segment.event as usize]);
         let same_count = recorded.len() == got.len();
@@ -514,7 +513,7 @@ impl<'a> Runner<'a> {
         Ok(result)
     }
 
-    /// In events of the recording, of which there are more than steps.
+    /// Reports progress in events of the recording, of which there are more than steps.
     fn report_progress(&self, step: usize, steps: usize) {
         if let Some(progress) = self.progress {
             let events = self.run.events.len() as u64;

@@ -35,8 +35,8 @@ impl Restore<'_> {
         for (id, allocations) in filled {
             allocations.into_iter().try_for_each(|block| device.free(block))?;
             let mut in_use = in_use[id as usize].iter().peekable();
-            // By address, with what is free in between allocated too, until all is done: so the only free block that is
-            // large enough is the rest of this segment, however many pieces there are.
+            // Blocks are allocated by address. Free pieces in between are allocated too until the end, so that the only
+            // free block that is large enough is the rest of this segment, however many pieces there are.
             for (addr, bytes) in self.blocks_of(id) {
                 let Some(block) = in_use.next_if(|block| block.addr == addr) else {
                     free.extend(self.allocate_free_piece(device, id, addr, bytes)?);
@@ -61,7 +61,7 @@ impl Restore<'_> {
     }
 
     /// Allocates the blocks that were in use, at any address: for settings under which the recorded segments would not
-    /// have come about.
+    /// have been allocated.
     pub fn blocks_only(&self, device: &mut ReplayDevice, slots: &mut [Option<Allocation>]) -> Result<()> {
         for block in &self.plan.initial_blocks {
             let segment = self.segment_of(block);
@@ -141,8 +141,8 @@ impl Restore<'_> {
         blocks.filter(move |(_, block)| block.segment == id).map(|(addr, block)| (addr, block.bytes))
     }
 
-    /// Allocates a free piece of a segment. One that is smaller than what its segment serves stays free: it serves no
-    /// request meanwhile.
+    /// Allocates a free piece of a segment. A piece that is smaller than the requests of its segment stays free, since
+    /// it cannot serve a request meanwhile.
     fn allocate_free_piece(
         &self,
         device: &ReplayDevice,
@@ -199,7 +199,7 @@ fn requests(addr: u64, bytes: u64, kind: SegmentKind) -> impl Iterator<Item = (u
     (0..bytes.div_ceil(step)).map(move |at| (addr + at * step, step.min(bytes - at * step)))
 }
 
-/// How much of so many bytes one request of a segment of that kind can be.
+/// How many of `bytes` bytes one request of a segment of that kind can have.
 fn request_size(bytes: u64, kind: SegmentKind) -> u64 {
     match kind {
         SegmentKind::Small => SizeRules::SMALL_REQUEST_MAX,

@@ -1,5 +1,5 @@
-//! The recorded program several times, one after another on the same device: what a short recording tells about a long
-//! run. Between two rounds everything is freed, as if the program began again in the same process.
+//! The recorded program several times, one after another on the same device: to estimate a long run from a short
+//! recording. Between two rounds everything is freed, as if the program began again in the same process.
 
 use warpool::{Error, Result};
 
@@ -10,7 +10,7 @@ use crate::replay::ReplayError;
 use crate::replay::report::Round;
 
 impl Run<'_> {
-    /// Runs the program so many times, up to the first round that cannot be completed for lack of memory.
+    /// Runs the program `rounds` times, or up to the first round that cannot be completed for lack of memory.
     pub fn run_rounds(&self, rounds: u32, progress: OnProgress<'_>) -> std::result::Result<Vec<Round>, ReplayError> {
         let mut runner = match self.start(progress)? {
             Ok(runner) => runner,
@@ -34,7 +34,7 @@ impl Run<'_> {
 }
 
 impl Runner<'_> {
-    /// Back to the initial state, as far as the blocks in use make it up. `false` if there is no memory for them.
+    /// Restores the blocks in use of the initial state. `false` if there is no memory for them.
     fn begin_again(&mut self) -> Result<bool> {
         for block in self.slots.iter_mut().filter_map(Option::take) {
             self.device.free(block)?;

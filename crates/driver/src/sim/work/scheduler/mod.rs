@@ -27,7 +27,7 @@ use crate::sim::rng;
 use crate::sim::table::Table;
 use crate::{ConditionalId, DeviceId, ErrorCode, EventId, StreamId};
 
-/// What is running.
+/// A running operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Running {
     /// The first operation of a stream's queue.
@@ -62,7 +62,7 @@ pub struct DueWork {
     pub time: u64,
 }
 
-/// What the next completion was.
+/// The result of a step.
 #[derive(Debug)]
 pub enum Step {
     /// Nothing is running.
@@ -150,8 +150,8 @@ impl Scheduler {
     pub fn enqueue_record(&mut self, stream: StreamId, event: EventId, at: u64) {
         let position = self.streams.next_position(stream, Vec::new());
         let point = position.point.clone();
-        // Reached at once if nothing is before it. It would be as soon as time passes: that is the same, and most
-        // events of an allocator are such.
+        // Reached at once if nothing is queued before it. If it were scheduled, it would be reached as soon as time
+        // passes, which is equivalent. Most events of an allocator are of this kind.
         let is_next = position.waits.is_empty() && self.streams.get(stream).is_idle();
         if is_next {
             let waiting = self.streams.timelines.complete_next(point.epoch.timeline);
@@ -193,7 +193,7 @@ impl Scheduler {
         rng::draw(self.seed, u64::from(epoch.timeline.0), epoch.seq, salt)
     }
 
-    /// How long work takes that the cost model gives `nanos`.
+    /// The duration of work whose cost is `nanos`.
     fn duration(&self, work: &Work, nanos: u64, random: impl FnOnce() -> u64) -> u64 {
         match self.timing {
             Timing::Seeded if !work.has_fixed_duration() => rng::stretch(nanos, random()),
@@ -219,7 +219,7 @@ impl Scheduler {
             return;
         }
         self.streams.get_mut(stream).running = true;
-        // An empty graph takes the way of other work: starting and ending it here would nest, once for each of a
+        // An empty graph is scheduled like other work: starting and ending it here would recurse once for each of a
         // thousand empty launches in a row.
         if let Some(launch) = launch.filter(|launch| !self.launches[launch].is_empty()) {
             let failed = self.launch_failed(launch);
@@ -335,8 +335,8 @@ impl Scheduler {
                     self.run_until(now.saturating_add(nanos), random, Running::Node { launch, node });
                 }
                 LaunchAction::Retest { node } => {
-                    // With a completion of its own, so that a loop with an empty body that never ends does not keep
-                    // the host in one call for ever.
+                    // The test is a completion of its own, so that an endless loop with an empty body does not keep the
+                    // host in one call for ever.
                     let end = now.saturating_add(self.retest_nanos);
                     self.run_until(end, 0, Running::Node { launch, node });
                 }

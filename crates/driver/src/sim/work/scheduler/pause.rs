@@ -48,7 +48,7 @@ impl Scheduler {
         state.paused_after.map_or(0, |last| state.last.saturating_sub(last))
     }
 
-    /// Lets the operations of a paused stream start up to number `last`. Returns whether some could not before.
+    /// Lets the operations of a paused stream up to number `last` start. Returns whether this allows new ones.
     fn allow(&mut self, stream: StreamId, last: u64) -> bool {
         let Some(state) = self.streams.find_mut(stream) else { return false };
         let Some(before) = state.paused_after.filter(|&before| before < last) else { return false };
@@ -57,16 +57,16 @@ impl Scheduler {
         true
     }
 
-    /// Starts the first of the queue if only the pause after number `last` kept it. Otherwise it runs already, or waits
-    /// for other streams.
+    /// Starts the first operation of the queue if only the pause after number `last` held it back. Otherwise it is
+    /// already running, or waits for other streams.
     fn start_if_was_paused(&mut self, stream: StreamId, last: u64) {
         if self.streams.get(stream).queue.front().is_some_and(|first| first.seq > last) {
             self.try_start(stream, self.now);
         }
     }
 
-    /// Lets the operations of paused streams start that the host waits for, and those that they wait for. Returns
-    /// whether any were paused.
+    /// Lets operations of paused streams start if the host waits for them, directly or through other operations.
+    /// Returns whether any were paused.
     pub fn allow_awaited(&mut self, awaited: impl Iterator<Item = Epoch>) -> bool {
         if self.paused_streams == 0 {
             return false;

@@ -1,6 +1,6 @@
 //! A map by address whose neighbours are found without a search. A pass over a history of millions of events looks up,
-//! splits and merges a block at almost every one, and in a B-tree of the standard library each of these is a search of
-//! its own.
+//! splits and merges a block at almost every one, and in the standard library's B-tree each of these is a separate
+//! search.
 //!
 //! Entries are in leaves of up to [`LEAF_MAX`], and the first address of each leaf in one list.
 
@@ -160,7 +160,7 @@ impl<V: Copy> AddressMap<V> {
             return value;
         }
         self.firsts[leaf] = found.addresses[0];
-        // Else a map that shrank would consist of leaves with an entry each.
+        // Otherwise a map that shrank would consist of leaves with one entry each.
         let left = found.values.len();
         if left < LEAF_MAX / 4 && self.leaves.get(leaf + 1).is_some_and(|next| left + next.values.len() <= LEAF_MAX / 2)
         {

@@ -66,7 +66,7 @@ impl RecordedBlock {
         self.state == BlockState::Inactive && self.segment == segment
     }
 
-    /// What of it was requested: no more than there is.
+    /// The requested bytes, at most the size of the block.
     pub fn bytes_requested(&self) -> u64 {
         self.requested.min(self.bytes)
     }
@@ -82,12 +82,12 @@ type FreeKey = (u64, SegmentId, u64);
 #[derive(Clone, Debug)]
 pub(in crate::replay) struct RecordedHeap {
     rules: RecordedRules,
-    /// All that ever were, by id.
+    /// All segments that ever existed, by id.
     segments: Vec<RecordedSegment>,
-    /// Those that are not freed, by base address.
+    /// Segments that are not freed, by base address.
     segments_by_base: BTreeMap<u64, SegmentId>,
     blocks: AddressMap<RecordedBlock>,
-    /// Only in passes that search: keeping them in order takes as long as all the rest.
+    /// Only in passes that search: keeping them sorted takes as long as the rest of the pass.
     free: Option<FreeLists>,
     bytes_reserved: u64,
     releasable: Releasable,
@@ -162,7 +162,7 @@ impl RecordedHeap {
         &self.segments[id as usize]
     }
 
-    /// All segments that ever were, by id.
+    /// All segments that ever existed, by id.
     pub fn segments(&self) -> &[RecordedSegment] {
         &self.segments
     }
@@ -183,7 +183,7 @@ impl RecordedHeap {
         segment
     }
 
-    /// A segment was freed. `None` if there is none, or a block of it is in use.
+    /// A segment was freed. `None` if there is none, or one of its blocks is in use.
     pub fn remove_segment(&mut self, addr: u64, bytes: u64) -> Option<SegmentId> {
         let block = *self.blocks.get(addr)?;
         let segment = block.segment;
@@ -277,19 +277,19 @@ impl RecordedHeap {
         }
         let chosen_size = chosen.map_or(u64::MAX, |(addr, block)| self.extended_size(addr, block));
         free.range((size, 0, 0)..chosen_key)
-            // Beyond the first that is too large to serve the request all are.
+            // After the first that is too large to serve the request, all are too large.
             .take_while(|&&(bytes, _, _)| self.rules.sizes().may_serve(size, bytes))
             .take(EXAMINED_MAX)
             .inspect(|_| steps::count(1))
             .filter_map(|&(_, _, addr)| Some((addr, self.blocks.get(addr)?)))
-            // Of blocks that can be extended the one that can be extended least is preferred.
+            // Among blocks that can be extended, the one that can be extended least is preferred.
             .filter(|&(addr, block)| self.extended_size(addr, block) <= chosen_size)
             .map(|(addr, block)| (addr, block.segment))
             .take(COUNT_MAX)
             .collect()
     }
 
-    /// From now on keeps the free lists that [searches](Self::preferred_blocks) need.
+    /// Keeps the free lists that [searches](Self::preferred_blocks) need, from now on.
     pub fn keep_free_lists(&mut self) {
         let mut lists = FreeLists::new();
         for (addr, block) in self.blocks.iter().filter(|(_, block)| block.state == BlockState::Inactive) {
@@ -298,7 +298,7 @@ impl RecordedHeap {
         self.free = Some(lists);
     }
 
-    /// From now on keeps track of the segments of which at least a part could be returned to the driver.
+    /// Tracks the segments of which at least a part could be returned to the driver, from now on.
     pub fn track_releasable(&mut self) {
         let mut releasable = Releasable::tracking();
         for (addr, block) in self.blocks.iter() {
@@ -319,8 +319,8 @@ impl RecordedHeap {
         self.releasable.has_unused_large()
     }
 
-    /// What could be returned to the driver, if it is [tracked](Self::track_releasable): segments without allocations,
-    /// and of expandable segments whole chunks without.
+    /// Bytes that could be returned to the driver, if they are [tracked](Self::track_releasable): segments without
+    /// allocations, and chunks of expandable segments without allocations.
     pub fn bytes_releasable(&self) -> u64 {
         self.releasable.bytes()
     }
@@ -344,7 +344,7 @@ impl RecordedHeap {
         }
     }
 
-    /// The size of a free block with the unmapped addresses behind it.
+    /// The size of a free block with the unmapped addresses after it.
     fn extended_size(&self, addr: u64, block: &RecordedBlock) -> u64 {
         let segment = self.segment(block.segment);
         if !segment.expandable {

@@ -1,5 +1,5 @@
-//! Which segments could be returned to the driver, at least in part: what changed since the last release, so that a
-//! recording with many releases and many segments need not list them all at each.
+//! Tracks which segments could be returned to the driver, at least in part. Only changes since the last release are
+//! kept, so that a recording with many releases and many segments does not list all segments at each release.
 
 use rustc_hash::FxHashMap;
 
@@ -41,7 +41,7 @@ impl Releasable {
         self.unused_large > 0
     }
 
-    /// What could be returned in all.
+    /// All bytes that could be returned.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }

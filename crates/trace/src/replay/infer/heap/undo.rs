@@ -6,8 +6,8 @@ use warpool::memory::{BlockState, MemPoolId, SegmentKind, SizeRules};
 use super::{RecordedBlock, RecordedHeap, SegmentId};
 
 impl RecordedHeap {
-    /// Undoes an unmapping. Several blocks may have been unmapped by one event, and what lay between may not be
-    /// restored yet, so the memory is added to any segment nearby; the kind of a new segment is a guess.
+    /// Undoes an unmapping. One event may have unmapped several blocks, and the memory between them may not be restored
+    /// yet, so the memory is added to any segment nearby; the kind of a new segment is a guess.
     pub fn undo_unmap(&mut self, addr: u64, bytes: u64, stream: u64, pool: Option<MemPoolId>) -> SegmentId {
         let segment = self.extend_expandable(addr, bytes, stream, None, pool, true);
         self.insert_free(addr, bytes, segment);
@@ -88,7 +88,7 @@ impl RecordedHeap {
         }
     }
 
-    /// Whether `rest` bytes behind the request of a block in use are part of it.
+    /// Whether `rest` bytes after the request of a block in use belong to that block.
     fn is_unsplit_rest(&self, block: RecordedBlock, rest: u64) -> bool {
         block.state != BlockState::Inactive && !self.rules.splits(self.rules.sizes().round(block.requested), rest)
     }
