@@ -13,7 +13,7 @@ pub type Stack = Arc<[Frame]>;
 pub struct HistoryEntry {
     /// What happened.
     pub action: Action,
-    /// The address; of an [`Action::Oom`], the bytes that were free on the device.
+    /// The address; for an [`Action::Oom`], the bytes that were free on the device.
     pub addr: u64,
     /// The size in bytes.
     pub size: u64,
