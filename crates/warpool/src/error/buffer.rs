@@ -2,7 +2,7 @@
 
 use warpool_driver::{DeviceId, StreamId};
 
-/// Wrong use of typed memory. All of these are found before the driver is asked.
+/// Wrong use of typed memory. All of these are detected before the driver is called.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BufferError {

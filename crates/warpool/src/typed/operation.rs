@@ -114,7 +114,7 @@ impl<'a> Access<'a> {
 
     #[cold]
     fn add_to(&self, tracked: &Tracked, stream: &Stream) {
-        // This fails only inside a host callback, where nothing was enqueued.
+        // This fails inside a host callback, where nothing was enqueued.
         if let Ok(mut uses) = tracked.lock_uses() {
             let event = if uses.is_exact() { record(stream) } else { None };
             uses.add(stream, self.span, event.as_ref());
