@@ -101,7 +101,7 @@ fn kept(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
     temporaries(fixture, graph)
 }
 
-/// Random numbers on two streams of a capture, and without a graph in between.
+/// Random numbers on two streams of a capture, and eager draws in between.
 fn draws(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
     let numbers = |seed, offset| -> [u32; WORDS] {
         let words: Vec<u32> = (0..).flat_map(|at| philox::block(seed, at, offset)).take(WORDS).collect();
@@ -164,7 +164,7 @@ fn products(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
     fixture.trim()
 }
 
-/// A loop with a condition in it, with memory of their own.
+/// A loop with a conditional node in it, each with its own memory.
 fn conditionals(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
     let [total, step] =
         [Arc::new(fixture.get(BYTES, 0, &fixture.one)?), Arc::new(fixture.get(BYTES, 10, &fixture.one)?)];
