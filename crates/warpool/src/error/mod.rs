@@ -1,7 +1,7 @@
 //! Errors, and the plain data that they carry. This is the bottom module of the crate: every module may use it, and it
 //! uses none.
 //!
-//! Each kind of failure is a variant of its own; a failed driver call is passed on unchanged.
+//! Each kind of failure has its own variant; the error of a failed driver call is passed on unchanged.
 
 mod buffer;
 mod generator;
@@ -436,7 +436,7 @@ pub enum Error {
     /// device.
     #[error("cannot {call} while a graph is captured: end the capture first")]
     SleepInCapture {
-        /// What was called.
+        /// The call that was refused.
         call: SleepCall,
     },
 

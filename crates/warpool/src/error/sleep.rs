@@ -23,7 +23,7 @@ impl fmt::Display for SleepCall {
     }
 }
 
-/// What was missing.
+/// The resource that was missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SleepShortage {
@@ -59,7 +59,7 @@ pub struct SleepFailure {
     pub call: SleepCall,
     /// The tags.
     pub tags: Vec<String>,
-    /// What was missing.
+    /// The resource that was missing.
     pub shortage: SleepShortage,
     /// The error of the driver call that failed; `None` for a limit.
     pub source: Option<Error>,

@@ -12,7 +12,7 @@ use crate::{Result, Stream};
 
 /// Work that can be captured.
 pub trait Callable {
-    /// What distinguishes one graph from another: a batch size, a pair of lengths.
+    /// The key that distinguishes one graph from another, such as a batch size or a pair of lengths.
     type Shape: Clone + Ord + fmt::Debug;
 
     /// The size of each input, in a call of that shape.

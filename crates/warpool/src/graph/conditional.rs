@@ -1,9 +1,9 @@
 //! Conditional nodes: `if` and `while` bodies that run depending on a flag in device memory.
 //!
 //! A conditional node has a condition value that only kernels can set. So before the node, and at the end of a `while`
-//! body, a kernel of one thread reads the caller's flag from memory and sets the condition. The body is captured on a
-//! stream of its own, leased until the whole capture ends: bodies are captured one after another, so the number of
-//! streams is the nesting depth.
+//! body, a kernel of one thread reads the caller's flag from memory and sets the condition. The body is captured on its
+//! own stream, leased until the whole capture ends: bodies are captured one after another, so the number of streams is
+//! the nesting depth.
 //!
 //! The node is added to the graph before its body is captured, and cannot be removed. So a failure after that fails the
 //! whole capture.

@@ -102,7 +102,7 @@ impl<C: Callable> GraphedCallable<C> {
             this.warm_up(shape, input_bytes, options.warmups)?;
         }
         if options.warmups > 0 && !shapes.is_empty() {
-            // The graphs have a pool of their own, so they cannot use memory of the warm-ups, which cannot be reclaimed
+            // The graphs have their own pool, so they cannot use memory of the warm-ups, which cannot be reclaimed
             // during a capture.
             this.allocator.trim(this.device.id(), MemPoolId::DEFAULT)?;
         }

@@ -12,7 +12,7 @@ use super::event_pool::PooledEvent;
 use super::stream::Stream;
 use crate::{Endpoint, Error, Result};
 
-/// What an event can do. The default is the cheapest: ordering only.
+/// The options of an event. The default is the cheapest: ordering only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EventOptions {
     /// Whether it records the time, for [`Event::elapsed_ms`].

@@ -120,7 +120,7 @@ impl Scopes {
         Ok(())
     }
 
-    /// Opens another scope of a pool, whoever has opened others. It is closed only by its id.
+    /// Opens another scope of a pool, regardless of other scopes and their users. It is closed only by its id.
     pub(crate) fn open(&self, pool: MemPoolId, route: Route) -> ScopeId {
         let mut open = self.write();
         let age = open.next;

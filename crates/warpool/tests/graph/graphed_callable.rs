@@ -160,8 +160,8 @@ impl CallableFixture {
 
 const SHAPES: [u64; 3] = [1 << 10, 12 << 10, 4 << 10];
 
-/// The numbers follow from the allocator's rules: 12 MiB blocks have segments of their own; the 4 MiB ones are split
-/// from what the first graph has freed; 1 MiB is small.
+/// The numbers follow from the allocator's rules: 12 MiB blocks have their own segments; the 4 MiB blocks are split
+/// from memory that the first graph has freed; 1 MiB is small.
 #[test]
 fn shapes_are_captured_largest_first_into_one_pool() {
     let fixture = CallableFixture::new();

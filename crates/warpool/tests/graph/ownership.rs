@@ -15,7 +15,7 @@ use warpool::memory::{
 use crate::common::memory::{FIRST, MIB};
 use crate::fixture::CaptureFixture;
 
-/// A graph whose replays go through memory that was freed in its capture, and end in a buffer of its own.
+/// A graph whose replays use memory that was freed in its capture, and write the result to a buffer of the graph.
 fn with_scratch(fixture: &CaptureFixture, options: CaptureOptions<'_>, value: u32) -> (Graph, BufferKey) {
     let mut graph = fixture.graph();
     let key = graph

@@ -246,8 +246,8 @@ fn a_capture_that_runs_out_of_memory_frees_what_it_had() {
     fixture.finish();
 }
 
-/// test_graph_two_successive, test_graph_three_successive: what one graph leaves, the next ones use; with pools of
-/// their own and with one for all.
+/// test_graph_two_successive, test_graph_three_successive: later graphs use the output of earlier ones, with separate
+/// pools and with one shared pool.
 #[test]
 fn successive_graphs_can_share_a_pool() {
     let held = [false, true].map(|shares| {

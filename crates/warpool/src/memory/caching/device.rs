@@ -24,7 +24,7 @@ use crate::memory::{Allocation, HistoryOptions, MemPoolId, Observers, Settings, 
 use crate::unwind::drop_user_value;
 use crate::{Device, Error, Instance, Result, lock};
 
-/// What the devices of an allocator share.
+/// The state that the devices of an allocator share.
 pub(super) struct Shared {
     instance: Instance,
     observers: Observers,
@@ -344,7 +344,7 @@ pub(super) struct SlowGuard<'a> {
 }
 
 impl SlowGuard<'_> {
-    /// Whether another thread held the lock, so that much may have changed.
+    /// Whether another thread held the lock before, so that the state may have changed.
     pub(super) fn waited(&self) -> bool {
         self.waited
     }

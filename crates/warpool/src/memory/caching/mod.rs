@@ -7,8 +7,8 @@
 //!    This is the hot path: one lock, no driver call. A request like the last one, whose block was just freed, gets
 //!    that block without a search (`state/recent.rs`).
 //! 4. If none fits, the slow path (`slow_path.rs`) allocates memory from the driver or an upstream (`source/`).
-//! 5. Freed, a block that only its own stream used is merged with its free neighbours at once. Others wait for fences
-//!    in the streams that used them (`stream_fence/`).
+//! 5. A freed block that only its own stream used is merged with its free neighbours at once. Other blocks wait for
+//!    fences in the streams that used them (`stream_fence/`).
 //!
 //! User code (observers, hooks, upstreams, destructors) runs without any lock, and may panic: the panic reaches the
 //! caller. A block that was being allocated is freed; a free that was under way completes.

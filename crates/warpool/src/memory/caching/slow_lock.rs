@@ -55,7 +55,7 @@ impl SlowLock {
 }
 
 impl SlowLockGuard<'_> {
-    /// Whether another thread held it, so that much may have changed.
+    /// Whether another thread held it before, so that the state may have changed.
     pub(super) fn waited(&self) -> bool {
         self.waited
     }

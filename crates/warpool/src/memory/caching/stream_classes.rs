@@ -76,7 +76,7 @@ mod tests {
 
     use super::*;
 
-    /// Issue 12: the classes of streams that were destroyed stayed for ever.
+    /// Issue 12: the classes of destroyed streams were never removed.
     #[test]
     fn classes_of_destroyed_streams_are_removed() {
         let driver = Counting::new(Arc::new(SimDriver::new(SimConfig::default())));

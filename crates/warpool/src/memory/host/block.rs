@@ -30,7 +30,7 @@ pub(super) enum PinnedState {
     /// In a cache, or about to be merged.
     Free,
     Allocated,
-    /// Freed, and streams or graphs may still use it.
+    /// Pending free: streams or graphs may still use it.
     PendingFree,
     /// Merged into the free ranges of the heap; the block no longer exists.
     Merged,

@@ -31,7 +31,7 @@ pub(super) const BYTES_MAX: u64 = 1 << 60;
 /// A request, and the blocks that fit it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fit {
-    /// What was requested.
+    /// The requested bytes.
     pub(super) bytes: u64,
     /// The device that its memory must count for, if any.
     pub(super) device: Option<DeviceId>,

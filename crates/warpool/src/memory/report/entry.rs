@@ -11,7 +11,7 @@ pub type Stack = Arc<[Frame]>;
 /// An entry of the allocation history, as trackers see it. [`TraceEntry`](super::TraceEntry) is its form in snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistoryEntry {
-    /// What happened.
+    /// The kind of event.
     pub action: Action,
     /// The address; for an [`Action::Oom`], the bytes that were free on the device.
     pub addr: u64,

@@ -123,7 +123,7 @@ impl BlockState {
 /// An entry of the history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceEntry {
-    /// What happened.
+    /// The kind of event.
     pub action: Action,
     /// The address; for an [`Action::Oom`], the bytes that were free on the device.
     pub addr: u64,

@@ -126,7 +126,7 @@ pub struct Settings {
     pub pinned: PinnedSettings,
     /// Which of two free blocks of one size is used first.
     pub free_block_order: FreeBlockOrder,
-    /// How much of each device may be reserved, beside the fraction.
+    /// How many bytes of each device may be reserved, in addition to the limit by the fraction.
     pub memory_cap_bytes: Option<u64>,
     /// Percent of peak live memory that the paged allocator may reserve beyond it, before it takes pages from free
     /// memory elsewhere; 0 is the tightest.
@@ -150,7 +150,7 @@ pub struct PinnedSettings {
     pub max_cached_bytes: Option<u64>,
     /// Errors while memory is freed are logged and ignored.
     pub free_catch_all: bool,
-    /// How much may be pinned in all; `None`: no limit.
+    /// How much may be pinned in total; `None`: no limit.
     pub cap_bytes: Option<u64>,
     /// How much may be pinned for each device; `None`: no limit.
     pub device_cap_bytes: Option<u64>,

@@ -62,7 +62,7 @@ pub struct TagInfo {
     pub bytes_host: u64,
 }
 
-/// What a call of [`Tags::sleep`](super::Tags::sleep) or [`Tags::wake`](super::Tags::wake) did.
+/// The result of [`Tags::sleep`](super::Tags::sleep) or [`Tags::wake`](super::Tags::wake).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SleepReport {

@@ -97,7 +97,7 @@ enum Owner {
     /// The call that creates it.
     Maker,
     Pool,
-    /// Nobody: it is to be dismantled.
+    /// No owner: it has to be dismantled.
     Nobody,
 }
 
@@ -282,7 +282,7 @@ impl TagSegments {
                     lock(&self.state).segments.remove(&segment.ptr);
                     self.device.instance().remove_asleep(segment.ptr);
                 }
-                // A capture is under way.
+                // A capture is active: left to a later call.
                 Ok(false) => {}
                 Err(error) => tracing::warn!(%error, "a segment could not be returned to the driver; it is retried"),
             }

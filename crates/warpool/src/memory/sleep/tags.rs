@@ -124,8 +124,8 @@ impl Tags {
     /// meanwhile.
     ///
     /// It enqueues no work, and may run in a thread of its own; other calls of `Tags` wait for it. It fails during a
-    /// capture, as `sleep` does. [`Error::Sleep`] if there is not enough pinned memory; what was pinned stays in the
-    /// cache.
+    /// capture, as `sleep` does. [`Error::Sleep`] if there is not enough pinned memory; memory that was pinned stays in
+    /// the cache.
     pub fn prepare(&self, tags: &[&str]) -> Result<u64> {
         let _one = lock(&self.0.changing);
         let pools = self.select(tags, SleepCall::Sleep)?;

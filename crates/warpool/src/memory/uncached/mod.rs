@@ -1,7 +1,6 @@
-//! Device allocators without a cache of their own: [`UncachedAllocator`], over a source of memory. The source is the
-//! driver's stream-ordered pool ([`DriverPoolAllocator`]) or a user's allocator ([`PluggableAllocator`]); this module
-//! keeps the allocation table, limits, statistics, history and private pools, and decides when a freed block may be
-//! released.
+//! Device allocators without a cache: [`UncachedAllocator`], over a source of memory. The source is the driver's
+//! stream-ordered pool ([`DriverPoolAllocator`]) or a user's allocator ([`PluggableAllocator`]); this module keeps the
+//! allocation table, limits, statistics, history and private pools, and decides when a freed block may be released.
 //!
 //! # The life of an allocation
 //! 1. The request is routed to a pool, and counted against the limit by the requested size (`allocate.rs`).

@@ -1,4 +1,4 @@
-//! What an [`UncachedAllocator`](super::UncachedAllocator) gets memory from: the trait [`Source`], implemented by the
+//! The source of memory of an [`UncachedAllocator`](super::UncachedAllocator): the trait [`Source`], implemented by the
 //! driver's pool and by external allocators.
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};

@@ -30,7 +30,7 @@ pub(crate) struct SegmentTaken {
     pub(crate) upstream: Option<Arc<dyn Upstream>>,
 }
 
-/// What is free in a block pool.
+/// The free memory of a block pool.
 pub(crate) struct FreeMemory {
     /// Free blocks of segments that are not expandable.
     pub(crate) blocks: Vec<BlockKey>,
@@ -143,7 +143,7 @@ impl DeviceState {
         self.heap.remove_segment(block)
     }
 
-    /// What is free in a block pool, in the order in which it is returned.
+    /// The free memory of a block pool, in the order in which it is returned.
     pub(crate) fn free_memory(&self, block_pool: BlockPoolKey) -> FreeMemory {
         let free = self.heap.free_blocks(block_pool).into_iter();
         let (expandable, blocks) = free.partition(|&block| self.heap.block(block).is_expandable());

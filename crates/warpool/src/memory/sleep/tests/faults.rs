@@ -30,7 +30,7 @@ impl Scene {
             blocks.push(block);
             machine.write(&block, blocks.len() as u32, tag);
         }
-        // Free segments, which are returned when their tag falls asleep, and a cached block of nobody.
+        // Free segments, which are returned when their tag is put to sleep, and a cached block without a tag.
         let spare = [machine.allocate("kv", 13 * MIB, 0).unwrap(), machine.untagged(11 * MIB, 0).unwrap()];
         spare.into_iter().for_each(|block| machine.allocator.free(block).unwrap());
         machine.sleep(&TAGS, Keep::Host).unwrap();
@@ -119,7 +119,7 @@ fn wake_with(kind: Kind, keep: Keep, plan: FaultPlan) -> bool {
     if let Some(failure) = failure(outcome) {
         assert!(scene.is_asleep() && failure.is_undone && failure.call == SleepCall::Wake, "{failure}");
         assert_eq!(scene.machine.pinned(), pinned, "the host keeps the contents: {failure}");
-        // What the driver refuses to take back stays until the tags wake.
+        // Memory that the driver failed to release stays until the tags wake.
         assert!(!single || scene.machine.free() >= free_asleep, "{failure}");
         scene.machine.wake(&TAGS).unwrap();
     }
@@ -220,7 +220,7 @@ fn no_copy_is_under_way_after_a_sleep_that_could_not_wait_for_it() {
                 assert!(faulted);
                 assert_eq!((failure.is_undone, scene.is_asleep()), (number < 2, number == 2), "{failure}");
                 if frees {
-                    // What is freed and returned to the driver is not read any more.
+                    // Memory that is freed and returned to the driver is not read any more.
                     let first = scene.blocks.remove(2);
                     scene.machine.allocator.free(first).unwrap();
                     for tag in TAGS {
