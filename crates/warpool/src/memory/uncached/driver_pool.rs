@@ -79,8 +79,7 @@ impl UncachedAllocator<DriverPool> {
         Self::with_settings(instance, Settings::default())
     }
 
-    /// As [`new`](Self::new), with settings. Only the memory fraction and the cap have an effect; the others are shown
-    /// in snapshots.
+    /// As `new`, with settings. Only the memory fraction and the cap have an effect; the others are shown in snapshots.
     #[must_use]
     pub fn with_settings(instance: &Instance, settings: Settings) -> Self {
         let devices = instance.devices().map(|_| PoolState::default()).collect();

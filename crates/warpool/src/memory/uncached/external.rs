@@ -47,8 +47,7 @@ impl UncachedAllocator<External> {
         Self::with_settings(instance, external, Settings::default())
     }
 
-    /// As [`new`](Self::new), with settings. Only the memory fraction and the cap have an effect; the others are shown
-    /// in snapshots.
+    /// As `new`, with settings. Only the memory fraction and the cap have an effect; the others are shown in snapshots.
     pub fn with_settings(
         instance: &Instance,
         external: Arc<dyn ExternalAllocator>,

@@ -566,7 +566,7 @@ impl Heap {
         &mut self.blocks[key].extra.get_or_insert_default().holds
     }
 
-    /// Marks an allocated block as lent to a request of the default pool. Its free clears the mark.
+    /// Marks an allocated block as lent to a request of the default pool. Its free clears the flag.
     pub(super) fn set_lent(&mut self, key: BlockKey) {
         self.blocks[key].extra.get_or_insert_default().lent = true;
     }
