@@ -10,7 +10,7 @@ use crate::instance::InstanceKey;
 use crate::{Event, Instance, Result};
 
 thread_local! {
-    // How many guards this thread holds, per Instance. Mostly empty or one entry.
+    // How many guards this thread holds, per Instance. Usually empty or one entry.
     static HELD: RefCell<Vec<(InstanceKey, u32)>> = const { RefCell::new(Vec::new()) };
 }
 

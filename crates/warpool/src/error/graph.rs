@@ -40,7 +40,7 @@ pub enum GraphError {
         owner: DeviceId,
     },
 
-    /// The stream captures.
+    /// The stream is capturing.
     #[error("{stream} already takes part in a capture; end that first, or use another stream")]
     StreamCaptures {
         /// The stream.

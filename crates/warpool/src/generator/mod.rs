@@ -235,7 +235,7 @@ impl Generator {
         Ok(())
     }
 
-    /// Fails if the calling thread's current stream captures.
+    /// Fails if the calling thread's current stream is capturing.
     fn expect_no_capture(&self, what: &'static str) -> Result<()> {
         match self.capture_state()? {
             CaptureState::None => Ok(()),

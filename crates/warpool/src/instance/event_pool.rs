@@ -256,7 +256,7 @@ impl PooledEvent {
     }
 }
 
-/// The scope of an external event on `stream`: external only if the stream captures.
+/// The scope of an external event on `stream`: external only if the stream is capturing.
 fn external_scope(stream: &Stream) -> Result<EventScope> {
     Ok(if stream.is_capturing()? { EventScope::External } else { EventScope::Plain })
 }

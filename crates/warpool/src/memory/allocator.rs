@@ -106,7 +106,7 @@ impl Default for SnapshotOptions {
 /// protects it. A block that other streams used as well ([`record_use_raw`](Self::record_use_raw)) is reused only after
 /// their work is done.
 ///
-/// - Every method may be called from any thread at any time, also while a stream captures.
+/// - Every method may be called from any thread at any time, even while a stream is capturing.
 /// - A failed call has no visible effect except on statistics.
 /// - Observers are called without any lock held, and may call the allocator.
 ///

@@ -52,8 +52,8 @@
 //! - Dropping a [`DeviceBlock`] makes no driver call: fences in streams that used it are recorded by the next call.
 //!   [`DeviceBlock::free`] records them at once.
 //! - An unknown pointer, a removed pool, a stream of another device are errors, not assertions.
-//! - While another stream captures, events are still queried, with the thread in relaxed capture mode for the call: no
-//!   capture is invalidated. The allocator never waits for a capturing stream.
+//! - While another stream is capturing, events are still queried, with the thread in relaxed capture mode for the call,
+//!   so that no capture is invalidated. The allocator never waits for a capturing stream.
 //! - Oversize segments of private pools are not released to make room: a graph may use them.
 //! - A private pool is removed with its last segment, independent of paired calls.
 //! - [`CachingAllocator::allocate_at`] writes no history entries about the parts that it splits off.

@@ -275,7 +275,7 @@ fn out_of_memory_in_a_capture_keeps_the_cache() {
     context.finish();
 }
 
-/// While the current stream of the calling thread captures, trim releases only memory of released pools.
+/// While the current stream of the calling thread is capturing, trim releases only memory of released pools.
 #[test]
 fn trim_on_a_capturing_stream_spares_the_default_pool() {
     let context = TestContext::new("");

@@ -142,7 +142,7 @@ impl Bypass {
         }
     }
 
-    /// The allocator is trimmed outside of captures.
+    /// Frees the blocks that were kept until a trim outside of captures.
     pub(super) fn free_kept_for_trim(&self) {
         let mut blocks = lock(&self.blocks);
         let kept = std::mem::take(&mut blocks.kept_for_trim);

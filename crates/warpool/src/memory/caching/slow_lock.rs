@@ -33,7 +33,7 @@ pub(super) struct SlowLockGuard<'a> {
 }
 
 impl SlowLock {
-    /// Locks it, also after a panic of another holder.
+    /// Locks it, even after a panic of another holder.
     ///
     /// # Panics
     /// If the calling thread already holds it.

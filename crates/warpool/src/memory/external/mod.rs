@@ -20,7 +20,7 @@ pub use upstream::ExternalUpstream;
 /// A user's allocator of device memory: two required functions and optional hooks, those of PyTorch's pluggable
 /// allocator ABI.
 ///
-/// - Every method may be called from any thread, also concurrently.
+/// - Every method may be called from any thread, and concurrently.
 /// - No lock of Warpool is held during a call, and the calling thread is in the relaxed capture mode: driver calls of
 ///   the method do not invalidate captures.
 /// - A panic propagates to the caller of the allocator. The allocation table stays consistent; memory that was being
@@ -47,7 +47,7 @@ pub trait ExternalAllocator: Send + Sync {
     }
 
     /// Returns cached memory to the driver. Called when the allocator is trimmed, and before a failed request is
-    /// retried; not while a stream captures, since it may synchronize the device.
+    /// retried; not while a stream is capturing, since it may synchronize the device.
     fn reset(&self) {}
 
     /// Called when the memory fraction of a device was set. Warpool enforces it anyway.

@@ -20,7 +20,7 @@ use crate::error::OomReport;
 use crate::lock;
 use crate::unwind::call_each;
 
-/// Called with every entry, also while no history is recorded.
+/// Called with every entry, even while no history is recorded.
 pub type Tracker = Arc<dyn Fn(DeviceId, &HistoryEntry) + Send + Sync>;
 
 /// Called with every out-of-memory report, before the request fails.
@@ -138,7 +138,7 @@ impl Observers {
         call_each(self.ooms.all(), |observer| observer(report));
     }
 
-    /// Calls all pressure callbacks, also after one has freed something. Returns whether any did.
+    /// Calls all pressure callbacks, even after one has freed something. Returns whether any did.
     pub(crate) fn run_pressure_callbacks(&self, device: DeviceId) -> bool {
         let mut freed = false;
         call_each(self.pressure.all(), |callback| freed |= callback(device));

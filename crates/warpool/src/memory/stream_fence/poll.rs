@@ -71,7 +71,7 @@ pub(crate) fn wait_all(owner: &impl FenceOwner) -> Result<()> {
     let all = owner.with_fences(|fences| fences.all());
     let _guard = owner.capture_guard()?;
     let (mut failed, mut outcome) = (None, Ok(()));
-    // Each fence is waited for: that the last one of a stream has passed says nothing about the others.
+    // Waits for each fence: that the last one of a stream has passed says nothing about the others.
     for fence in all {
         if failed == Some(fence.stream) {
             continue;

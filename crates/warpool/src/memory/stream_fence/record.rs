@@ -120,7 +120,7 @@ pub(crate) fn is_kept(instance: &Instance, stream: StreamId) -> Result<bool> {
     Ok(false)
 }
 
-/// Waits for the work that `stream` holds now. `false` if it captures, or is destroyed.
+/// Waits for the work that `stream` holds now. `false` if it is capturing or destroyed.
 pub(crate) fn synchronize(instance: &Instance, stream: StreamId) -> Result<bool> {
     let Some(event) = record_outside_captures(instance, stream)? else { return Ok(false) };
     let _relaxed = RelaxedMode::begin(&**instance.driver())?;
@@ -128,7 +128,7 @@ pub(crate) fn synchronize(instance: &Instance, stream: StreamId) -> Result<bool>
     Ok(true)
 }
 
-/// Records an event after the work in `stream`. `None` if the stream captures or is destroyed.
+/// Records an event after the work in `stream`. `None` if the stream is capturing or destroyed.
 pub(crate) fn record_outside_captures(instance: &Instance, stream: StreamId) -> Result<Option<PooledEvent>> {
     let _frozen = instance.freeze_captures_for_call()?;
     match CaptureStatus::of(&**instance.driver(), stream)? {
@@ -137,7 +137,7 @@ pub(crate) fn record_outside_captures(instance: &Instance, stream: StreamId) -> 
     }
 }
 
-/// Makes later work of `stream` wait for an event outside of captures, on the device. `false` if `stream` captures.
+/// Makes later work of `stream` wait for an event outside of captures, on the device. `false` if `stream` is capturing.
 pub(crate) fn wait_for_event(owner: &impl FenceOwner, stream: StreamId, event: EventId) -> Result<bool> {
     let _frozen = owner.instance().freeze_captures_for_call()?;
     if owner.capture_status(stream)?.refuses_work() {

@@ -38,7 +38,7 @@ use crate::{Device, Instance, PooledEvent, Result, StreamLease, lock};
 pub type DriverPoolAllocator = UncachedAllocator<DriverPool>;
 
 /// The maximum number of streams, and of events, to wait for one by one. With more, as in a program that creates a
-/// stream per request, the devices are waited for.
+/// stream per request, the allocator waits for the devices instead.
 const FREES_MAX: usize = 1024;
 
 /// The default pools of all devices.

@@ -218,7 +218,7 @@ impl AllocationTable {
         self.live.get_mut(&allocation.ptr.0).filter(|entry| entry.serial == allocation.slot)
     }
 
-    /// Records that `streams` use an allocation, if it still is one.
+    /// Records that `streams` use an allocation, if it still exists.
     pub(super) fn record_uses(&mut self, allocation: &Allocation, streams: &[StreamId]) {
         if let Some(entry) = self.live_mut(allocation) {
             let known: FxHashSet<StreamId> = entry.uses.iter().copied().chain([entry.stream]).collect();

@@ -357,7 +357,7 @@ fn callable(fixture: &FaultFixture, _: &mut Graph) -> Result<()> {
     }
 }
 
-/// Pools of library handles, by thread and leased, while a stream captures.
+/// Pools of library handles, by thread and leased, while a stream is capturing.
 fn handles(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
     let (blas, solver) = (HandlePool::new(&fixture.instance, Cublas), HandlePool::new(&fixture.instance, Cusolver));
     let outcome = (|| {
@@ -377,8 +377,8 @@ fn handles(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
         fixture.one.synchronize()?;
         graph.reset()
     })();
-    // Handles cannot be destroyed while a stream captures, as it does if the end of the capture failed twice: the reset
-    // retries it.
+    // Handles cannot be destroyed while a stream is capturing, which it still is if the end of the capture failed
+    // twice: the reset retries it.
     fixture.faulty.clear_plan();
     graph.reset()?;
     blas.close()?;

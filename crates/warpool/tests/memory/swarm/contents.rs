@@ -423,7 +423,7 @@ impl Run<'_> {
         left
     }
 
-    /// One of the streams that capture.
+    /// One of the capturing streams.
     fn capturing_stream(&mut self) -> Stream {
         self.capturing[self.rng.below(self.capturing.len())].clone()
     }

@@ -364,7 +364,7 @@ impl DeviceState {
         self.counters.free_completed(size, requested, merged, block);
     }
 
-    /// Records that `stream` uses the allocated block at `ptr`, if it still is allocated.
+    /// Records that `stream` uses the allocated block at `ptr`, if it is still allocated.
     pub(super) fn record_use(&mut self, block: BlockKey, ptr: DevicePtr, stream: StreamId, in_capture: bool) {
         let is_allocated = self.heap.allocated_at(ptr) == Some(block);
         if !is_allocated || self.heap.stream_of(block) == stream {
@@ -394,7 +394,7 @@ impl DeviceState {
         }
     }
 
-    /// Records that `streams` use an allocation, if it still is one.
+    /// Records that `streams` use an allocation, if it still exists.
     pub(super) fn record_uses(&mut self, allocation: &Allocation, streams: &[StreamId]) {
         if let Some(block) = self.heap.allocated(allocation) {
             let own = self.heap.stream_of(block);

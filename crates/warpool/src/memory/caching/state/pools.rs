@@ -29,8 +29,8 @@ pub(crate) struct Pool {
     threads: u32,
     upstream: Option<Arc<dyn Upstream>>,
     use_on_oom: bool,
-    /// Whether captures allocated from it. Blocks that they freed may serve other captures, but the graphs go on using
-    /// them.
+    /// Whether captures allocated from it. Blocks that they freed may serve other captures, but the graphs continue to
+    /// use them.
     has_graphs: bool,
     /// Streams that use its memory without being its allocation streams.
     used_by: BTreeSet<StreamId>,

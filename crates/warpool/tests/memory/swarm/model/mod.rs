@@ -111,7 +111,7 @@ pub struct Model {
     pools: BTreeMap<MemPoolId, Pool>,
     searches: BTreeMap<(MemPoolId, bool), u64>,
     next_age: u64,
-    /// The stream that captures, if one does.
+    /// The capturing stream, if there is one.
     pub capturing: Option<StreamId>,
     fences: Vec<Fence>,
     /// How many fences were recorded in each stream.
