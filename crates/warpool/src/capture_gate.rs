@@ -1,23 +1,23 @@
-//! Keeps captures from beginning and ending while a typed call or an allocator puts something into a stream.
+//! Keeps captures from beginning and ending while a typed call or an allocator enqueues work in a stream.
 //!
-//! A typed call asks whether its stream captures, and then calls the driver. If a capture began in between, the work
-//! would be part of a graph that does not keep its memory; if one ended, the work would run without a record of its
-//! use. So a typed call enters the gate for as long as both take ([`FrozenCaptures`]), and whoever begins or ends a
-//! capture closes it around the driver call ([`CaptureChange`]).
+//! A typed call reads the capture status of its stream, and then calls the driver. If a capture began in between, the
+//! work would be part of a graph that does not keep its memory; if one ended, the work would run without a record of
+//! its use. So a typed call is inside the gate during both steps ([`FrozenCaptures`]), and a thread that begins or ends
+//! a capture closes the gate around the driver call ([`CaptureChange`]).
 //!
 //! Allocators do the same with events and waits ([`FrozenForCall`]): an event that is recorded in a capture belongs to
-//! it, and a wait for work outside of a capture invalidates it. But they hold locks of their own, which the closure of
-//! a typed call (`with_address`) may need. An allocator that waited for a capture, which waits for that closure, would
-//! wait for ever. So it waits only while the driver call that begins or ends a capture is made, by a second lock: calls
-//! of allocators hold it together, and so do changes.
+//! it, and a wait for work outside of a capture invalidates it. But they hold their own locks, which the closure of a
+//! typed call (`with_address`) may need. If an allocator waited for a capture that waits for that closure, they would
+//! deadlock. So an allocator waits only during the driver call that begins or ends a capture, by a second lock:
+//! allocator calls share it among themselves, and so do changes.
 //!
 //! Entering and leaving an open gate is one atomic operation each, on one of several counters, so that threads with
-//! streams of their own do not share a cache line. Closing it waits until all counters are 0, and typed calls that come
-//! meanwhile wait until it is open again. A thread that is inside already enters at once: it would wait for itself
-//! otherwise (the closure of `with_address` may make typed calls).
+//! streams of their own do not share a cache line. Closing it waits until all counters are 0, and typed calls that
+//! arrive meanwhile wait until it is open again. A thread that is already inside enters at once, since it would wait
+//! for itself otherwise (the closure of `with_address` may make typed calls).
 //!
-//! A stream can still join a capture meanwhile, by waiting for an event of it: typed calls look again after the driver
-//! call (`typed/operation.rs`).
+//! A stream can still join a capture meanwhile, by waiting for an event of it: typed calls read the status again after
+//! the driver call (`typed/operation.rs`).
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -45,24 +45,24 @@ pub(crate) struct CaptureGate {
     inside: [Counter; COUNTERS],
     /// How many captures are beginning or ending; 0 if it is open.
     changes: AtomicUsize,
-    /// For threads that wait for either side; held only while counters are read.
+    /// For waiting threads of both sides; held only while counters are read.
     waiting: Mutex<()>,
     changed: Condvar,
     calls: Mutex<Calls>,
     calls_changed: Condvar,
 }
 
-/// Driver calls of allocators, and driver calls that begin or end a capture: at any time there are only the former, or
-/// only the latter.
+/// Driver calls of allocators, and driver calls that begin or end a capture. At any time only one of the two kinds is
+/// active.
 #[derive(Default)]
 struct Calls {
     of_allocators: usize,
     changes: usize,
-    /// Changes that wait for calls of allocators. No others begin meanwhile.
+    /// Changes that wait for calls of allocators. No allocator call begins meanwhile.
     changes_waiting: usize,
 }
 
-/// On a cache line of its own, and on the one that the processor fetches with it.
+/// On two cache lines of its own, since processors prefetch lines in pairs.
 #[derive(Default)]
 #[repr(align(128))]
 struct Counter(AtomicUsize);
@@ -72,7 +72,8 @@ impl CaptureGate {
     #[inline]
     pub(crate) fn try_enter(&self, key: u64) -> Option<FrozenCaptures<'_>> {
         let counter = &self.inside[key as usize % COUNTERS].0;
-        // Counted before `changes` is read, which `close` counts before it reads this: one of both sees the other.
+        // Counted before `changes` is read; `close` increments `changes` before it reads this counter. So at least one
+        // sees the other.
         counter.fetch_add(1, Ordering::SeqCst);
         if self.is_closed() && !self.is_thread_inside() {
             self.leave(counter);
@@ -82,7 +83,7 @@ impl CaptureGate {
         Some(FrozenCaptures { gate: self, counter, outer, _not_send: PhantomData })
     }
 
-    /// The same, and waits while it is closed. `may_wait` is called before that.
+    /// As [`try_enter`](Self::try_enter), but waits while the gate is closed. `may_wait` is called before waiting.
     pub(crate) fn enter(&self, key: u64, may_wait: impl FnOnce() -> Result<()>) -> Result<FrozenCaptures<'_>> {
         if let Some(entered) = self.try_enter(key) {
             return Ok(entered);
@@ -103,7 +104,7 @@ impl CaptureGate {
     }
 
     /// Keeps captures from beginning and ending during a driver call of an allocator, which may hold its own locks.
-    /// `may_wait` is called before it waits. To be left before it is entered again.
+    /// `may_wait` is called before it waits. A thread must leave before it enters again.
     pub(crate) fn enter_for_call(&self, may_wait: impl FnOnce() -> Result<()>) -> Result<FrozenForCall<'_>> {
         let is_changing = |calls: &mut Calls| calls.changes + calls.changes_waiting > 0;
         let mut calls = lock(&self.calls);
@@ -117,13 +118,13 @@ impl CaptureGate {
         Ok(FrozenForCall { gate: self })
     }
 
-    /// Whether the calling thread is inside. (Not found if it has entered the gate of another `Instance` since.)
+    /// Whether the calling thread is inside. (`false` if it has entered the gate of another `Instance` since.)
     pub(crate) fn is_thread_inside(&self) -> bool {
         INSIDE.get() == self.address()
     }
 
-    /// Closes it, and waits for everyone inside to leave. Several captures may begin and end at once. Not to be called
-    /// by a thread that is inside.
+    /// Closes the gate, and waits until all threads inside have left. Several captures may begin and end at once. Must
+    /// not be called by a thread that is inside.
     pub(crate) fn close(&self) -> CaptureChange<'_> {
         self.changes.fetch_add(1, Ordering::SeqCst);
         let mut change = CaptureChange { gate: self, excludes_calls: false };
@@ -140,7 +141,8 @@ impl CaptureGate {
             guard = self.changed.wait_timeout(guard, WARN_AFTER).unwrap_or_else(PoisonError::into_inner).0;
         }
         drop(guard);
-        // After all typed calls have left: those may need an allocator's lock, whose holder waits for this change.
+        // Taken after all typed calls have left: a typed call may need an allocator's lock whose holder waits for this
+        // change.
         let mut calls = lock(&self.calls);
         calls.changes_waiting += 1;
         let has_calls = |calls: &mut Calls| calls.of_allocators > 0;
@@ -166,7 +168,7 @@ impl CaptureGate {
 
     #[cold]
     fn wake(&self) {
-        // A thread that has read what it waits for and is about to sleep holds the lock until it sleeps.
+        // A thread that has read the counters and is about to sleep holds this lock until it sleeps.
         drop(lock(&self.waiting));
         self.changed.notify_all();
     }
@@ -181,7 +183,7 @@ impl CaptureGate {
 pub(crate) struct FrozenCaptures<'a> {
     gate: &'a CaptureGate,
     counter: &'a AtomicUsize,
-    /// What [`INSIDE`] was before.
+    /// The previous value of [`INSIDE`].
     outer: usize,
     _not_send: PhantomData<Rc<()>>,
 }
@@ -308,7 +310,7 @@ mod tests {
                         sender.send("entered").unwrap();
                     }
                 });
-                // Dropped once the call waits, or is about to.
+                // Dropped once the call waits, or is about to wait.
                 thread::sleep(Duration::from_millis(20));
                 drop(change);
                 late.join().unwrap();
@@ -334,7 +336,7 @@ mod tests {
         drop(gates[1].close());
     }
 
-    /// What calls see is the same at their begin and end.
+    /// Calls see the same state at their beginning and end.
     #[test]
     fn nothing_changes_while_a_call_is_inside() {
         let gate = CaptureGate::default();

@@ -1,20 +1,21 @@
-//! Whether a stream captures: the driver's answer to `capture_state`, with the errors that are answers too.
-//! Below streams and captures, so that both use this interpretation and there is no other.
+//! The capture status of a stream: the result of the driver's `capture_state`, including the errors that imply a
+//! status. This module is below streams and captures, so that both use this interpretation.
 
 use warpool_driver::{CaptureId, CaptureState, Driver, ErrorCode, StreamId};
 
 use crate::{Error, Result};
 
-/// Whether a stream captures, and whether work (an event, a wait) can be put into it.
+/// Whether a stream is capturing, and whether work (an event, a wait) can be enqueued in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CaptureStatus {
-    /// It does not capture: what is put into it is executed.
+    /// It is not capturing: enqueued work is executed.
     NotCapturing,
     /// It takes part in this capture.
     Capturing(CaptureId),
     /// It takes part in a capture that was invalidated. Work before the capture may still run.
     Invalidated,
-    /// It is the default stream, and a blocking stream captures: any work put into it would invalidate that capture.
+    /// It is the default stream, and a blocking stream is capturing: any work enqueued in it would invalidate that
+    /// capture.
     Blocked,
     /// The stream was destroyed. Its last work may still run.
     StreamDestroyed,
@@ -29,7 +30,7 @@ impl CaptureStatus {
         }
     }
 
-    /// As [`of`](Self::of), but a destroyed stream is the driver's error.
+    /// As [`of`](Self::of), but returns the driver's error for a destroyed stream.
     pub(crate) fn of_existing(driver: &dyn Driver, stream: StreamId) -> Result<Self> {
         match Self::of_unblocked(driver, stream) {
             Err(Error::Driver(error)) if error.code == ErrorCode::StreamCaptureImplicit => Ok(Self::Blocked),
@@ -37,7 +38,7 @@ impl CaptureStatus {
         }
     }
 
-    /// As [`of_existing`](Self::of_existing), but a blocked stream is the driver's error too.
+    /// As [`of_existing`](Self::of_existing), but returns the driver's error for a blocked stream too.
     pub(crate) fn of_unblocked(driver: &dyn Driver, stream: StreamId) -> Result<Self> {
         Ok(match driver.capture_state(stream)? {
             CaptureState::None => Self::NotCapturing,
@@ -56,7 +57,7 @@ impl CaptureStatus {
         matches!(self, Self::Capturing(_) | Self::Invalidated)
     }
 
-    /// Whether no work can be put into the stream without becoming part of a capture or invalidating one.
+    /// Whether any work enqueued in the stream would become part of a capture or invalidate one.
     pub(crate) fn refuses_work(self) -> bool {
         matches!(self, Self::Capturing(_) | Self::Invalidated | Self::Blocked)
     }

@@ -1,9 +1,9 @@
 //! Planted defects: deliberate mistakes, each of which breaks one rule of the design. They show that tests and `soak`
-//! would notice the mistake; `cargo run -p xtask -- defects` runs both with each of them.
+//! detect the mistake; `cargo run -p xtask -- defects` runs both with each of them.
 //!
 //! For test builds only. The cargo feature `planted-defects` compiles them in, and the environment variable
 //! `WARPOOL_DEFECT` switches one on by its number. Without the feature [`Defect::is_on`] is the constant `false`, and
-//! nothing of this is left in the program. Unit tests can also switch one on in their thread, with `Defect::with`.
+//! none of this is compiled into the program. Unit tests can also switch one on in their thread, with `Defect::with`.
 
 #[cfg(test)]
 use std::cell::Cell;
@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 /// Declares the enum: the number, the name, and what the code does wrong.
 macro_rules! defects {
     ($($number:literal $name:ident: $rule:literal;)*) => {
-        /// A planted defect. The text says what the code does wrong.
+        /// A planted defect. The text describes what the code does wrong.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub enum Defect {
             $(#[doc = $rule] $name = $number,)*
@@ -106,7 +106,7 @@ impl Defect {
         false
     }
 
-    /// Never: this is no test build.
+    /// Always `false`: this is not a test build.
     #[cfg(not(any(test, feature = "planted-defects")))]
     #[inline(always)]
     pub(crate) const fn is_on(self) -> bool {

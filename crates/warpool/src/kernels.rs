@@ -22,7 +22,7 @@ struct Module {
 }
 
 impl Device {
-    /// The kernel `name` of `source`, loaded if it was not.
+    /// The kernel `name` of `source`, loaded if necessary.
     pub(crate) fn kernel(&self, source: &KernelSource, name: &'static str) -> Result<FunctionId> {
         let make = || KernelCache { device: self.id(), modules: Mutex::default() };
         self.extensions().get_or_init(make).get(self.driver(), source, name)
@@ -56,7 +56,7 @@ impl KernelCache {
         if let Some(id) = find(&lock(&self.modules)) {
             return Ok(id);
         }
-        // Compiling takes long, so without the lock. If two threads did it, one module is unloaded again.
+        // Compiling takes long, so it is done without the lock. If two threads do it, one module is unloaded again.
         let id = driver.module_load(self.device, source)?;
         let mut modules = lock(&self.modules);
         let Some(first) = find(&modules) else {
@@ -64,13 +64,13 @@ impl KernelCache {
             return Ok(id);
         };
         drop(modules);
-        // Kernels are also loaded while a stream captures, which unloading would invalidate.
+        // Kernels may be loaded while a stream is capturing, and unloading would invalidate the capture.
         RelaxedMode::run(driver, || Ok(driver.module_unload(id)?))?;
         Ok(first)
     }
 }
 
-/// Whether two sources give the same kernels. Mostly they are the same constant; comparing its text is rare.
+/// Whether two sources give the same kernels. Usually they are the same constant; the text is rarely compared.
 fn is_same(known: &KernelSource, other: &KernelSource) -> bool {
     known.name == other.name
         && std::ptr::eq(known.host_kernels, other.host_kernels)

@@ -1,7 +1,8 @@
 //! Launches of this crate's own kernels, and of graphs.
 //!
-//! A kernel goes wherever its arguments point, so [`Kernels::kernel_launch`](warpool_driver::Kernels::kernel_launch)
-//! is unsafe. The kernels here are few and known: each function says what its kernel touches.
+//! A kernel accesses the memory that its arguments point to, so
+//! [`Kernels::kernel_launch`](warpool_driver::Kernels::kernel_launch) is unsafe. The kernels here are few and known:
+//! each function states what its kernel accesses.
 #![expect(unsafe_code, reason = "launches of this crate's own kernels, and of graphs")]
 
 use warpool_driver::{
@@ -36,10 +37,10 @@ pub(crate) fn fill_random(
     unsafe { driver.kernel_launch(function, shape, args, stream) }
 }
 
-/// What the seed kernel writes.
+/// The number of bytes that the seed kernel writes.
 const SEED_BYTES: u64 = 16;
 
-/// An allocator that a user provides may return any address, and a kernel would write there.
+/// Fails unless it is device memory: a user's allocator may return any address, and a kernel would write there.
 fn expect_device_memory(driver: &dyn Driver, ptr: DevicePtr, bytes: u64) -> Result<()> {
     if driver.is_device_memory(ptr, bytes) {
         return Ok(());
@@ -63,7 +64,7 @@ pub(crate) fn write_seed(
     unsafe { driver.kernel_launch(function, LaunchShape::ONE, &args, stream) }
 }
 
-/// Gives that kernel another seed and offset in an executable.
+/// Sets another seed and offset for that kernel in an executable.
 pub(crate) fn set_seed(
     driver: &dyn Driver,
     exec: GraphExecId,

@@ -42,20 +42,21 @@
 //! destroyed at that time). So dropping a stream does nothing, dropping a lease or an event returns it to its pool,
 //! dropping a guard changes a thread-local variable, and dropping the last handle of an [`Instance`] leaves streams and
 //! events to the driver, which frees them with the device's context. To destroy them earlier there are
-//! [`EventPool::trim`] and [`Instance::close`]. What a driver does when it is dropped is up to the driver.
+//! [`EventPool::trim`] and [`Instance::close`]. A driver's own destructor may make calls.
 //!
 //! # Differences from PyTorch
-//! Streams and events behave as PyTorch's, except:
+//! Streams and events behave like PyTorch's, except:
 //! - A stream's id is the driver's, and does not encode its kind; PyTorch packs priority and index into it.
 //! - The 32 streams of a priority are created at the first use of that priority, not of the device.
 //! - An external event depends on the stream that records it or waits for it, not on the current one.
 //! - Exporting an event names its device, instead of using the current one. Events are not ordered by `<`.
-//! - Current device and stream are kept here; the driver's current device is not changed ([`Device::bind_to_thread`]).
-//! - Errors say what to do, in other words than PyTorch's.
+//! - The current device and stream are stored here; the driver's current device is not changed
+//!   ([`Device::bind_to_thread`]).
+//! - Error messages say what to do, and differ from PyTorch's.
 //!
 //! # Threads
-//! Everything but the guards can be sent and shared between threads. The locks of streams and events are leaves: none
-//! is held during a driver call, except while the streams of a pool are created at its first use.
+//! Everything except the guards can be sent and shared between threads. The locks of streams and events are leaves:
+//! none is held during a driver call, except while the streams of a pool are created at its first use.
 
 #![deny(unsafe_code)]
 

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Which pool a block belongs to: PyTorch's pair of numbers.
 ///
-/// `(0, 0)` is the default pool, `(n, 0)` a pool made by a graph, `(0, n)` a pool made by the user. No pool has two
-/// nonzero numbers.
+/// `(0, 0)` is the default pool, `(n, 0)` a pool created by a graph, `(0, n)` a pool created by the user. No pool has
+/// two nonzero numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct MemPoolId {
     /// The number of a graph's pool, or 0.

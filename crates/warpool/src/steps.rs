@@ -1,5 +1,5 @@
-//! Counts the steps of operations whose cost could grow with what merely exists. For tests, which compare counts and
-//! never times.
+//! Counts the steps of operations whose cost could grow with the number of existing objects. For tests, which compare
+//! counts and never times.
 
 use std::cell::Cell;
 

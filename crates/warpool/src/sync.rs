@@ -2,13 +2,13 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// Locks `mutex`, also after a panic of another holder. Only for data that every holder changes in one step, so that a
+/// Locks `mutex`, even after a panic of another holder. Only for data that every holder changes in one step, so that a
 /// panic cannot leave it half changed.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The same, if no thread has it locked.
+/// As [`lock`], if no thread has it locked.
 pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),

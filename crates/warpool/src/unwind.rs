@@ -1,8 +1,8 @@
 //! Panics of user code: callbacks, upstreams, external allocators, destructors.
 //!
-//! They unwind to the caller of the allocator. What had been begun is undone by guards, what else is to be called still
-//! is, and nobody's code runs while a thread unwinds already, unless its panics are caught: a second one would abort
-//! the process.
+//! They unwind to the caller of the allocator. Guards undo unfinished steps, and the remaining callbacks are still
+//! called. No user code runs while a thread is already unwinding, unless its panics are caught: a second panic would
+//! abort the process.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
@@ -18,7 +18,7 @@ impl<F: FnOnce()> OnUnwind<F> {
         Self { undo: Some(undo) }
     }
 
-    /// Nothing is left to undo.
+    /// Cancels it: nothing is left to undo.
     #[inline]
     pub(crate) fn disarm(mut self) {
         self.undo = None;
@@ -34,8 +34,8 @@ impl<F: FnOnce()> Drop for OnUnwind<F> {
     }
 }
 
-/// Makes every call, also after one has panicked. The first panic goes on after the last call; in a thread that unwinds
-/// already it ends here.
+/// Makes every call, even after one has panicked. The first panic is resumed after the last call; if the thread is
+/// already unwinding, it is dropped.
 pub(crate) fn call_each<T>(each: impl IntoIterator<Item = T>, mut call: impl FnMut(T)) {
     let mut first = None;
     for one in each {
@@ -49,7 +49,8 @@ pub(crate) fn call_each<T>(each: impl IntoIterator<Item = T>, mut call: impl FnM
     }
 }
 
-/// Drops what may run user code. While the thread unwinds, a panic of its destructor ends here.
+/// Drops a value whose destructor may run user code. While the thread is unwinding, a panic of that destructor is
+/// caught here.
 pub(crate) fn drop_user_value<T>(value: T) {
     call_each([value], drop);
 }

@@ -51,7 +51,7 @@ static STATIC_OBJECTS: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
 thread_local! {
     /// Registered before Warpool's own variables, hence destroyed after them.
     static EARLY: RefCell<Vec<Box<dyn Any>>> = const { RefCell::new(Vec::new()) };
-    /// Registered after them, hence destroyed before.
+    /// Registered after them, hence destroyed before them.
     static LATE: RefCell<Vec<Box<dyn Any>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -78,8 +78,8 @@ fn watched_instance() -> Instance {
     Instance::new(Arc::new(Hooked::with_hook(sim, Watch))).expect("a simulated device")
 }
 
-/// When dropped, reads and sets what is current and fetches the thread's handle, which must neither panic nor call the
-/// driver.
+/// When dropped, reads and sets the current device and stream and fetches the thread's handle, which must neither panic
+/// nor call the driver.
 struct UsesOnDrop(Instance, HandlePool<Cublas>);
 
 impl Drop for UsesOnDrop {
@@ -92,7 +92,7 @@ impl Drop for UsesOnDrop {
     }
 }
 
-/// CallsOnDrop the driver when it is dropped.
+/// Calls the driver when it is dropped.
 struct CallsOnDrop(Instance);
 
 impl Drop for CallsOnDrop {
@@ -116,7 +116,7 @@ fn sendable_objects(instance: &Instance) -> Vec<Box<dyn Any + Send>> {
         event.record(&stream).expect("a record");
         all.push(Box::new(event));
     }
-    // With addresses that nothing is mapped in any more.
+    // With addresses in which nothing is mapped any more.
     let paged = PagedAllocator::new(instance, Settings::default()).expect("virtual memory");
     let block = paged.allocate_raw(Request::new(device.id(), stream.id(), 1 << 20)).expect("a block");
     paged.free_raw(block.ptr).expect("its free");

@@ -1,4 +1,4 @@
-//! Forked children of a process with busy threads: allocators and drivers return an error, what is freed or dropped is
+//! Forked children of a process with busy threads: allocators and drivers return an error, freed or dropped objects are
 //! left to the parent, and nothing hangs. Issue 12.
 #![cfg(target_os = "linux")]
 
@@ -26,7 +26,7 @@ unsafe extern "C" {
 
 /// Runs `act` in a child, which is killed if it hangs. Returns whether it returned `true`.
 fn in_child(act: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child has one thread, which only runs `act`; what that must not do after a fork is what is tested.
+    // SAFETY: the child has one thread, which only runs `act`; the test checks what that may do after a fork.
     let pid = unsafe { fork() };
     assert!(pid >= 0, "no child can be started");
     if pid == 0 {
@@ -140,8 +140,8 @@ fn a_child_attaches_and_detaches_observers_without_effect() {
     });
 }
 
-/// What other threads of the parent use all the time: driver decorators, pools, scopes, captures, handles, decorated
-/// allocators, statistics.
+/// The objects that other threads of the parent use all the time: driver decorators, pools, scopes, captures, handles,
+/// decorated allocators, statistics.
 struct Busy {
     counting: Arc<Counting>,
     recording: Arc<Recording>,

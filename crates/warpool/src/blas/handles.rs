@@ -1,4 +1,4 @@
-//! The handles that callers get: of cuBLAS, ready for calls; of cuBLASLt; and of cuBLAS without any set-up.
+//! The handles that callers get: of cuBLAS, ready for calls; of cuBLASLt; and bare cuBLAS handles without any set-up.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -12,7 +12,7 @@ use crate::handle::ThreadHandle;
 
 /// The calling thread's cuBLAS handle, set up for calls on one stream.
 ///
-/// It keeps its workspace alive: clearing workspaces meanwhile does not free it. It stays on its thread:
+/// It keeps its workspace alive, even if workspaces are cleared meanwhile. It stays on its thread:
 /// ```compile_fail,E0277
 /// # fn on_another_thread(blas: &warpool::blas::Blas, device: &warpool::Device) {
 /// let handle = blas.handle(device).unwrap();
@@ -21,9 +21,10 @@ use crate::handle::ThreadHandle;
 /// ```
 ///
 /// The thread has one handle per device. A second fetch for another stream sets that stream; calls through the first
-/// `BlasHandle` are still right, since they set theirs again. Calls through [`raw`](Self::raw) are not: get it again
-/// after a fetch for another stream, after a capture began or ended, after precision, determinism or the size of
-/// workspaces was changed, and in and after a scope of [`forbid_tf32`](super::forbid_tf32).
+/// `BlasHandle` are still correct, since they set their own stream again. Calls through [`raw`](Self::raw) are not:
+/// fetch the handle again after a fetch for another stream, after a capture began or ended, after precision,
+/// determinism or the size of workspaces has changed, and inside and after a scope of
+/// [`forbid_tf32`](super::forbid_tf32).
 pub struct BlasHandle {
     pub(super) handle: ThreadHandle<PooledHandle>,
     pub(super) stream: StreamId,
@@ -57,14 +58,14 @@ impl BlasHandle {
         self.handle.raw()
     }
 
-    /// Multiplies matrices, in the order of its stream. Guards and captures apply as they are now, not as they were at
-    /// the fetch.
+    /// Multiplies matrices in its stream. Guards and captures apply as they are at this call, not as they were at the
+    /// fetch.
     pub fn sgemm(&self, product: &Sgemm) -> Result<()> {
         self.set_up()?;
         let outcome = self.handle.driver().blas_sgemm(self.id(), product);
         if outcome.is_err() {
-            // The settings may be the reason: a driver resets the stream of a handle when that stream is to be
-            // destroyed, also if the destruction then fails.
+            // The settings may be the cause: a driver resets the stream of a handle when that stream is to be
+            // destroyed, even if the destruction then fails.
             self.handle.invalidate();
         }
         Ok(outcome?)
@@ -76,7 +77,7 @@ impl BlasHandle {
             return Ok(());
         }
         let workspace = self.handle.set_up(self.stream)?;
-        // The old one may have been cleared: then it is freed here, without a borrow.
+        // The old workspace may have been cleared; it is then freed here, without a borrow.
         drop(self.workspace.replace(workspace));
         Ok(())
     }
@@ -130,8 +131,8 @@ impl fmt::Debug for LtHandle {
     }
 }
 
-/// The calling thread's cuBLAS handle as its last user left it: with any stream, and with a workspace that may be
-/// freed. Set both before the first call.
+/// The calling thread's cuBLAS handle as its last user left it: with any stream, and with a workspace that may already
+/// be freed. Set both before the first call.
 pub struct BareHandle {
     pub(super) handle: ThreadHandle<PooledHandle>,
 }
@@ -144,10 +145,10 @@ impl BareHandle {
     }
 
     /// cuBLAS's own handle. Stream, workspace, math mode and atomics mode that are set through it last until the
-    /// thread's next fetch. Everything else, such as the pointer mode, lasts, also for the handle's next thread:
+    /// thread's next fetch. Everything else, such as the pointer mode, stays, even for the handle's next thread:
     /// restore it.
     pub fn raw(&self) -> Result<RawHandle> {
-        // Again, as there may have been a fetch in between.
+        // Repeated, as there may have been a fetch in between.
         self.handle.invalidate();
         self.handle.raw()
     }

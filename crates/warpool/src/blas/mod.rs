@@ -41,14 +41,14 @@
 //! cached. Its size depends on the device, on [`BlasSettings`] and on [`Blas::set_workspace_bytes`]. It is counted in
 //! [`Stats::workspace_bytes`](crate::memory::Stats::workspace_bytes), and a history shows it as "cuBLAS workspace". It
 //! is freed by [`Blas::clear_workspaces`]; when the allocator is trimmed and no [`BlasHandle`] uses it; and, once its
-//! thread has ended, when the allocator has no cached block for a request. Never while it is in use.
+//! thread has ended, when the allocator has no cached block for a request. It is never freed while it is in use.
 //!
-//! While a stream captures, the workspace comes from the graph's pool and belongs to the graph, for its replays.
+//! For a capturing stream, the workspace comes from the graph's pool and belongs to the graph, for its replays.
 //!
 //! # Differences from PyTorch
 //! - Stream, workspace, math mode and atomics mode are set when they change, not at every fetch.
-//! - Workspaces come from the default pool, also where the thread is routed to a [`MemPool`](crate::memory::MemPool),
-//!   which could not be released otherwise.
+//! - Workspaces come from the default pool, even if the thread is routed to a [`MemPool`](crate::memory::MemPool): that
+//!   pool could not be released otherwise.
 //! - A graph owns its workspaces; PyTorch keeps them in its global map, and has to clear them there before the graph's
 //!   pool can be freed.
 //! - A workspace that another thread clears stays until its user is done.
@@ -56,10 +56,10 @@
 //! - cuBLASLt has handles of its own; PyTorch passes those of cuBLAS to it.
 //!
 //! # Determinism
-//! The same call gives the same bits every time if atomic operations are forbidden (the default), and if the library
-//! has one workspace of one size per stream, which is always so here; cuBLAS's own workspaces, of a [bare](Blas::bare)
-//! handle, are shared between streams. And it must be the same library on the same kind of device, with the same
-//! precision.
+//! The same call gives the same bits every time under three conditions: atomic operations are forbidden (the default);
+//! the library has one workspace of one size per stream, which is always the case here (cuBLAS's own workspaces, of a
+//! [bare](Blas::bare) handle, are shared between streams); and it is the same library on the same kind of device, with
+//! the same precision.
 
 mod handles;
 mod pooled_handle;
@@ -83,7 +83,7 @@ pub use handles::{BareHandle, BlasHandle, LtHandle};
 pub use precision::{Tf32Guard, forbid_tf32, is_tf32_forbidden};
 pub use settings::BlasSettings;
 
-/// cuBLAS and cuBLASLt on all devices of an allocator. Cheap to clone; clones are the same object.
+/// cuBLAS and cuBLASLt on all devices of an allocator. Cheap to clone; clones share one object.
 #[derive(Clone)]
 pub struct Blas {
     shared: Arc<Shared>,
@@ -114,8 +114,8 @@ impl Blas {
                     state.clear_unused(device);
                 }
             }));
-            // Called at every request without a cached block, so it frees only workspaces of idle handles: a thread
-            // would allocate its own again at its next call.
+            // Called for every request without a cached block, so it frees only workspaces of idle handles: a live
+            // thread would allocate its workspace again at its next call.
             let weak_shared = Weak::clone(shared);
             let under_pressure = observers.attach_pressure_callback(Arc::new(move |device| {
                 weak_shared.upgrade().is_some_and(|shared| shared.release_idle(device))
@@ -171,8 +171,8 @@ impl Blas {
         self.shared.state.bytes(Library::Blas, device.id())
     }
 
-    /// Sets the size of cuBLAS workspaces on all devices, or resets it to the initial one (`None`). A larger workspace
-    /// is allocated at the next fetch of each handle and stream; for a smaller size the memory stays, and less of it is
+    /// Sets the size of cuBLAS workspaces on all devices, or resets it to the initial size (`None`). A larger workspace
+    /// is allocated at the next fetch of each handle and stream. For a smaller size the memory stays, and less of it is
     /// used.
     pub fn set_workspace_bytes(&self, bytes: Option<u64>) {
         self.shared.state.set_bytes(bytes);
@@ -197,7 +197,7 @@ impl Blas {
         self.shared.state.tf32().load(Ordering::Relaxed)
     }
 
-    /// Allows or forbids TF32, from every thread's next fetch or call on.
+    /// Allows or forbids TF32. It takes effect at every thread's next fetch or call.
     pub fn set_tf32(&self, allowed: bool) {
         self.shared.state.tf32().store(allowed, Ordering::Relaxed);
     }
@@ -208,8 +208,8 @@ impl Blas {
         self.shared.state.deterministic().load(Ordering::Relaxed)
     }
 
-    /// On, as initially, atomic operations are forbidden; off, cuBLAS may use them where they are faster, and results
-    /// may differ from run to run. See the [module](self#determinism) for the other conditions.
+    /// If on (the initial setting), atomic operations are forbidden. If off, cuBLAS may use them if they are faster,
+    /// and results may differ from run to run. See the [module](self#determinism) for the other conditions.
     pub fn set_deterministic(&self, on: bool) {
         self.shared.state.deterministic().store(on, Ordering::Relaxed);
     }
@@ -220,9 +220,9 @@ impl Blas {
         self.shared.handles.alive(device)
     }
 
-    /// Frees all workspaces and destroys the idle handles and the calling thread's own. From here on every fetch, also
-    /// of a clone, is [`Error::HandlePoolClosed`](crate::Error::HandlePoolClosed). Handles of other threads are leaked
-    /// when those end, and until then keep the [`Instance`] from being [closed](crate::Instance::close).
+    /// Frees all workspaces and destroys the idle handles and the calling thread's own. From now on every fetch, also
+    /// of a clone, fails with [`Error::HandlePoolClosed`](crate::Error::HandlePoolClosed). Handles of other threads are
+    /// leaked when those end, and until then keep the [`Instance`] from being [closed](crate::Instance::close).
     pub fn close(self) -> Result<()> {
         self.shared.state.close();
         let outcome = self.shared.handles.clone().close();
@@ -261,7 +261,7 @@ impl Shared {
         Ok(LtHandle { handle, stream, workspace })
     }
 
-    /// The calling thread's handle. From the second call on without a lock and without a driver call.
+    /// The calling thread's handle. From the second call on, this takes no lock and makes no driver call.
     #[inline]
     fn of_thread(&self, pool: &HandlePool<BlasKind>, device: DeviceId) -> Result<ThreadHandle<PooledHandle>> {
         match pool.owned(device) {
@@ -286,7 +286,7 @@ impl Shared {
         pool.current(&Device::from_id(&self.instance, device))
     }
 
-    /// Frees the workspaces of idle handles; whether there were any.
+    /// Frees the workspaces of idle handles; returns whether there were any.
     fn release_idle(&self, device: DeviceId) -> bool {
         let mut idle: Vec<HandleId> = Vec::new();
         for pool in [&self.handles, &self.lt_handles] {
@@ -304,7 +304,7 @@ impl Drop for Shared {
         for id in self.observers {
             self.state.allocator.observers().detach(id);
         }
-        // Threads own their handles, and so this state, until they end.
+        // Threads own their handles, and thereby this state, until they end.
         self.state.clear(|_, _| true);
     }
 }

@@ -72,7 +72,7 @@ struct LastWorkspace {
     bytes: u64,
 }
 
-/// What was last set in the library; `None` is unknown.
+/// The settings that were last set in the library; `None` is unknown.
 struct Applied {
     stream: Cell<Option<StreamId>>,
     workspace: Cell<Option<(DevicePtr, u64)>>,
@@ -120,7 +120,7 @@ impl PooledHandle {
         Ok(*self.raw.get_or_init(|| raw))
     }
 
-    /// For a handle that others may change from here on: the next set-up sets everything again.
+    /// Called when others may change the handle from now on: the next set-up sets everything again.
     pub(super) fn invalidate(&self) {
         self.applied.stream.set(None);
         self.applied.workspace.set(None);
@@ -136,7 +136,7 @@ impl PooledHandle {
         Ok(workspace)
     }
 
-    /// Whether it is still as [`set_up`](Self::set_up) left it when it returned `workspace`. Cheaper than another
+    /// Whether it is still as [`set_up`](Self::set_up) left it when it returned `workspace`. It is cheaper than another
     /// set-up, since `workspace` is held.
     #[inline]
     pub(super) fn is_set_up(&self, stream: StreamId, workspace: &WorkspaceRef) -> bool {
@@ -181,8 +181,8 @@ impl PooledHandle {
     }
 
     /// A workspace that the graph owns, from the graph's pool: one per handle and stream of a capture. A body of a
-    /// conditional node has its own: work of the same stream in the graph around it may run beside the body. Only the
-    /// graph keeps it, so it is freed with the graph.
+    /// conditional node has its own: work of the same stream in the enclosing graph may run concurrently with the body.
+    /// Only the graph keeps it, so it is freed with the graph.
     fn workspace_in_capture(
         &self,
         capture: CaptureId,
@@ -213,7 +213,8 @@ impl PooledHandle {
         Stream::from_id(&Device::from_id(&self.instance, self.device), id)
     }
 
-    /// Sets in the library what differs. Unknown while a call is under way: after a failure the next caller sets it.
+    /// Applies the settings that differ to the library. A setting is unknown during its call: after a failure the next
+    /// caller sets it.
     #[inline]
     fn apply(&self, stream: StreamId, workspace: &WorkspaceRef) -> Result<()> {
         let (applied, state) = (&self.applied, &self.state);

@@ -30,7 +30,7 @@ pub fn is_tf32_forbidden() -> bool {
 /// ```
 #[derive(Debug)]
 pub struct Tf32Guard {
-    /// `false` if the thread-local variable was destroyed already.
+    /// `false` if the thread-local variable was already destroyed.
     counted: bool,
     _not_send: PhantomData<Rc<()>>,
 }

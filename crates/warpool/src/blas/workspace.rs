@@ -1,8 +1,8 @@
 //! Workspaces of cuBLAS: device memory that the library uses, cached between calls.
 //!
 //! A workspace belongs to one handle and one stream: the calls on one stream are ordered, so they can share it, and no
-//! other stream uses it. The same order protects its memory when it is freed: the work that gets it next comes later in
-//! the same stream.
+//! other stream uses it. Stream order also protects its memory when it is freed: the work that uses the memory next
+//! comes later in the same stream.
 //!
 //! Users of a workspace hold it by an [`Arc`], so that any thread can clear the cache at any time: its memory is freed
 //! when the last user is done. No library calls here.
@@ -28,7 +28,7 @@ pub(super) type WorkspaceKey = (Option<CaptureId>, HandleId, StreamId);
 pub(super) struct Workspace {
     pub(super) key: WorkspaceKey,
     allocator: Arc<dyn DeviceAllocator>,
-    /// There until the drop.
+    /// `Some` until the drop.
     block: Option<HeldBlock>,
 }
 
@@ -61,7 +61,7 @@ impl Drop for Workspace {
     }
 }
 
-/// In the record of a capture, later in its graph: the workspaces that its work uses.
+/// The workspaces that the work of a capture, and later its graph, uses.
 #[derive(Default)]
 pub(super) struct CapturedWorkspaces(pub(super) Vec<Arc<Workspace>>);
 
@@ -84,12 +84,12 @@ impl WorkspaceRef {
     }
 }
 
-/// What all handles of a [`Blas`](super::Blas) share: the settings, and the cached workspaces.
+/// The state that all handles of a [`Blas`](super::Blas) share: the settings, and the cached workspaces.
 pub(super) struct BlasState {
     pub(super) allocator: Arc<dyn DeviceAllocator>,
     /// By device.
     default_bytes: Box<[u64]>,
-    /// Set by [`set_bytes`](Self::set_bytes); [`UNSET`] if it was not.
+    /// Set by [`set_bytes`](Self::set_bytes); [`UNSET`] if it is not set.
     bytes: AtomicU64,
     pub(super) lt_bytes: u64,
     pub(super) unified: bool,
@@ -170,7 +170,7 @@ impl BlasState {
         self.next_epoch();
     }
 
-    /// The cached workspace of a handle and a stream; allocated if there is none, or a smaller one.
+    /// The cached workspace of a handle and a stream; allocated if there is none, or only a smaller one.
     pub(super) fn get(
         &self,
         library: Library,
@@ -178,7 +178,7 @@ impl BlasState {
         stream: StreamId,
         device: DeviceId,
     ) -> Result<WorkspaceRef> {
-        // Read first: after a later change the next caller looks it up again.
+        // The epoch is read first: after a later change the next caller looks up the workspace again.
         let epoch = self.epoch();
         let (key, bytes) = ((handle, stream), self.bytes(library, device));
         let closed = || Err(Error::HandlePoolClosed { library: library.name() });
@@ -194,8 +194,8 @@ impl BlasState {
                 return Ok(WorkspaceRef { workspace: Some(Arc::clone(cached)), bytes, epoch });
             }
         }
-        // From the default pool, even where the thread is routed to another: the workspace outlives that scope. A
-        // smaller one is dropped after the larger one was allocated, so that a failure leaves it in place.
+        // From the default pool, even if the thread is routed to another: the workspace outlives that scope. A smaller
+        // one is dropped after the larger one was allocated, so that a failure leaves it in place.
         let request = Request::new(device, stream, bytes).in_pool(MemPoolId::DEFAULT);
         let workspace = Arc::new(Workspace::allocate(&self.allocator, (None, handle, stream), request)?);
         let mut cache = lock(&self.cache);
@@ -235,7 +235,7 @@ impl BlasState {
     /// Drops the cached workspaces of `device` that are not in use, whether or not their threads are alive.
     pub(super) fn clear_unused(&self, device: DeviceId) -> usize {
         let mut cache = lock(&self.cache);
-        // Only the cache hands out more references, so a workspace with one reference stays unused while the lock is
+        // Only the cache creates more references, so a workspace with one reference stays unused while the lock is
         // held. A handle with a weak reference sees the new epoch, or uses the workspace while it exists.
         let is_unused =
             |cached: &Arc<Workspace>| cached.block().device_id() == device && Arc::strong_count(cached) == 1;
@@ -249,7 +249,7 @@ impl BlasState {
         cleared.len()
     }
 
-    /// Drops all workspaces, and caches none from here on.
+    /// Drops all workspaces, and caches none from now on.
     pub(super) fn close(&self) {
         lock(&self.cache).closed = true;
         self.next_epoch();

@@ -1,7 +1,7 @@
-//! Stream captures: whether a stream captures, which captures are under way, and what each has used.
+//! Stream captures: the capture status of streams, the active captures, and the objects that each has used.
 //!
-//! Below memory, generators and graphs, which all need to know; nothing here knows them. Beginning and ending a capture
-//! is in [`graph`](crate::graph).
+//! This module is below memory, generators and graphs, which all use it, and depends on none of them. Beginning and
+//! ending a capture is in [`graph`](crate::graph).
 
 mod capture_safe;
 mod pollers;

@@ -1,12 +1,12 @@
-//! Keeps event queries apart from the beginning of captures. Queries come from threads that poll events in a loop (as
-//! watchdogs of collective communication do), and single driver calls of Warpool's own.
+//! Keeps event queries from coinciding with the beginning of captures. Queries come from threads that poll events in a
+//! loop (such as watchdogs of collective communication), and from single driver calls of Warpool itself.
 //!
 //! In global mode a query of an event by any thread invalidates a capture. So a poller holds a guard
 //! ([`Polling`](super::Polling)) around its queries, and a capture does not begin while any guard is held.
 //!
 //! A capture that waits to begin has priority: guards requested meanwhile are granted once it has begun, so pollers
-//! that alternate cannot delay it for ever. A thread that already holds a guard gets another at once: it would wait
-//! for itself otherwise.
+//! that alternate cannot delay it forever. A thread that already holds a guard gets another at once, since it would
+//! wait for itself otherwise.
 //!
 //! While no capture is about to begin, taking and dropping a guard is one atomic operation each.
 
@@ -20,17 +20,17 @@ use crate::{Result, lock};
 /// After this long, a capture that waits to begin logs a warning.
 const WARN_AFTER: Duration = Duration::from_secs(5);
 
-/// One driver call of Warpool's own that holds captures off, in [`Pollers::count`].
+/// One driver call of Warpool that holds captures off, in [`Pollers::count`].
 const CALL: u64 = 1 << 20;
 
 /// One capture that waits to begin, in [`Pollers::count`].
 const BEGIN: u64 = 1 << 40;
 
-/// Counts of polling guards, calls and beginning captures, and the queue of those who wait.
+/// Counts of polling guards, calls and beginning captures, and the queue of waiting threads.
 #[derive(Default)]
 pub(crate) struct Pollers {
     /// Guards in the low bits, calls above them, beginning captures on top: one number, so that a guard and a begin
-    /// cannot miss each other.
+    /// always see each other.
     count: AtomicU64,
     /// For waiting threads; held only while `count` is read.
     waiting: Mutex<()>,
@@ -63,7 +63,7 @@ impl Pollers {
     pub(super) fn hold_off(&self) -> Option<HoldOff<'_>> {
         let entered = |count: u64| (count < BEGIN).then_some(count + CALL);
         let held = self.count.fetch_update(Ordering::AcqRel, Ordering::Acquire, entered).is_ok();
-        // Made only if it is counted: dropping it uncounts it.
+        // Created only if it was counted, since dropping it decrements the count.
         held.then(|| HoldOff { pollers: self })
     }
 
@@ -74,13 +74,13 @@ impl Pollers {
     }
 
     fn wake(&self) {
-        // A thread that has read the count and is about to sleep holds the lock until it sleeps.
+        // A thread that has read the count and is about to sleep holds this lock until it sleeps.
         drop(lock(&self.waiting));
         self.changed.notify_all();
     }
 
-    /// Waits until no guard is held, and grants none until the result is dropped. Calls that hold captures off are
-    /// waited for too, but do not count against `timeout`: they are short.
+    /// Waits until no guard is held, and grants none until the result is dropped. Also waits for calls that hold
+    /// captures off, but these do not count against `timeout`: they are short.
     pub(crate) fn exclude(&self, timeout: Option<Duration>) -> Result<PollersExcluded<'_>> {
         self.count.fetch_add(BEGIN, Ordering::AcqRel);
         let excluded = PollersExcluded { pollers: self };
@@ -122,7 +122,7 @@ impl Drop for PollersExcluded<'_> {
     }
 }
 
-/// No capture begins until this is dropped. Hold it over a single driver call, never over a caller's code.
+/// No capture begins until this is dropped. Hold it over a single driver call, never over user code.
 pub(crate) struct HoldOff<'a> {
     pollers: &'a Pollers,
 }
@@ -181,7 +181,7 @@ mod tests {
     }
 
     /// Found by `warpool soak`: each refused call was uncounted without having been counted, and the next capture
-    /// waited for ever.
+    /// waited forever.
     #[test]
     fn a_call_that_is_refused_is_not_counted() {
         let pollers = Pollers::default();

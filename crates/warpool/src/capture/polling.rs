@@ -10,7 +10,7 @@ use crate::instance::InstanceKey;
 use crate::{Event, Instance, Result};
 
 thread_local! {
-    // How many guards this thread holds, per Instance. Mostly empty or one entry.
+    // How many guards this thread holds, per Instance. Usually empty or one entry.
     static HELD: RefCell<Vec<(InstanceKey, u32)>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -34,7 +34,7 @@ impl Instance {
     /// or runs the closure of a typed call.
     #[must_use = "dropping the guard ends the polling"]
     pub fn polling(&self) -> Polling {
-        // A capture that was about to begin at a fork never does in the child, and is not waited for.
+        // A capture that was about to begin at a fork never begins in the child, so the child does not wait for it.
         if !self.is_inherited() {
             // A capture that waits for a typed call of this thread would never begin.
             let nested = guards_of_thread(self) > 0 || self.capture_gate().is_thread_inside();
@@ -52,9 +52,10 @@ impl Polling {
         self.run(|| event.query())
     }
 
-    /// Runs `act`, which may query the driver in other ways, so that it invalidates no capture.
+    /// Runs `act`, which may query the driver in other ways, without invalidating a capture.
     pub fn run<R>(&self, act: impl FnOnce() -> Result<R>) -> Result<R> {
-        // No capture now means none until the guard is dropped: a begin is counted first and then waits for us.
+        // If no capture is active now, none begins until the guard is dropped: a begin is counted first and then waits
+        // for this guard.
         if self.instance.has_captures() { RelaxedMode::run(&**self.instance.driver(), act) } else { act() }
     }
 }

@@ -1,8 +1,8 @@
-//! The captures under way on an [`Instance`], and what each has used so far.
+//! The active captures of an [`Instance`], and the objects that each has used so far.
 //!
-//! A module that hands out something that a graph needs at every replay (a workspace, a generator's slot, pinned
-//! memory) looks here for the capture of a stream, and stores it in the capture's record, in a slot of its own type.
-//! When the capture ends, the graph takes all slots over.
+//! A module that provides an object that a graph needs at every replay (a workspace, a generator's slot, pinned memory)
+//! looks up the capture of a stream here, and stores the object in the capture's record, in a slot of its own type.
+//! When the capture ends, the graph takes over all slots.
 
 use std::any::Any;
 use std::sync::atomic::Ordering;
@@ -18,7 +18,7 @@ use crate::error::GraphError;
 use crate::instance::{Extension, ExtensionSlot};
 use crate::{Instance, Result, Stream, lock};
 
-/// The captures under way that graphs have begun, and the threads that poll.
+/// The active captures that graphs have begun, and the threads that poll.
 #[derive(Default)]
 pub(crate) struct CaptureRegistry {
     by_id: Mutex<FxHashMap<CaptureId, StreamCapture>>,
@@ -49,18 +49,18 @@ pub(crate) struct StreamCapture {
 /// One graph while it is captured.
 pub(crate) struct CaptureRecord {
     pub(crate) device: DeviceId,
-    /// Where the graph's memory comes from.
+    /// The source of the graph's memory.
     memory: Box<dyn Any + Send + Sync>,
     slots: Mutex<CaptureSlots>,
 }
 
 impl CaptureRecord {
-    /// `memory` says where the graph's memory comes from; its type is that of the module `memory`.
+    /// `memory` describes the source of the graph's memory; its type is defined by the module `memory`.
     pub(crate) fn new(device: DeviceId, memory: impl Any + Send + Sync) -> Self {
         Self { device, memory: Box::new(memory), slots: Mutex::default() }
     }
 
-    /// What was passed to [`new`](Self::new).
+    /// The value that was passed to [`new`](Self::new).
     pub(crate) fn memory<T: Any>(&self) -> &T {
         self.memory.downcast_ref().expect("captures are begun with one type of memory")
     }
@@ -70,13 +70,13 @@ impl CaptureRecord {
         act(lock(&self.slots).get_mut())
     }
 
-    /// Takes all slots out, for the graph to own. For the end of the capture.
+    /// Takes all slots, for the graph to own. Called at the end of the capture.
     pub(crate) fn take_slots(&self) -> CaptureSlots {
         std::mem::take(&mut *lock(&self.slots))
     }
 }
 
-/// What a graph needs at every replay: one value per type, each defined by the module that stores it.
+/// The objects that a graph needs at every replay: one value per type, each defined by the module that stores it.
 #[derive(Default)]
 pub(crate) struct CaptureSlots(Vec<Box<dyn Any + Send + Sync>>);
 
@@ -103,7 +103,7 @@ impl CaptureRegistry {
                 self.insert(StreamCapture { id, record: Arc::clone(record), in_body });
                 Ok(id)
             }
-            // Any other status is caused by a raw call of another thread since the begin.
+            // Any other status is caused by a raw call of another thread since the capture began.
             _ => Err(GraphError::StreamCaptures { stream: stream.id() }.into()),
         }
     }
@@ -116,9 +116,9 @@ impl CaptureRegistry {
         lock(&self.by_id).remove(&id);
     }
 
-    /// The capture that `stream` takes part in; `None` if it does not capture. Always asks the driver, so captures that
-    /// were begun without a graph are found too, as [`GraphError::ForeignCapture`]. An invalidated capture is the
-    /// driver's error.
+    /// The capture that `stream` takes part in; `None` if it is not capturing. Always calls the driver, so captures
+    /// that were begun without a graph are found too, as [`GraphError::ForeignCapture`]. An invalidated capture is
+    /// reported as the driver's error.
     pub(crate) fn find(&self, stream: &Stream) -> Result<Option<StreamCapture>> {
         let id = match CaptureStatus::of_existing(stream.driver(), stream.id())? {
             CaptureStatus::Capturing(id) => id,
@@ -139,7 +139,7 @@ impl CaptureRegistry {
 
 impl Instance {
     /// Whether `stream` takes part in a capture, valid or invalidated. As [`Stream::is_capturing`], but calls the
-    /// driver only while captures of [graphs](crate::graph::Graph) are under way: captures begun without one may be
+    /// driver only while captures of [graphs](crate::graph::Graph) are active: captures begun without one may be
     /// missed.
     pub fn is_capturing(&self, stream: &Stream) -> Result<bool> {
         self.expect_same(stream.instance(), "the stream")?;
@@ -149,13 +149,13 @@ impl Instance {
         Ok(CaptureStatus::of_existing(&**self.driver(), stream.id())?.is_capturing())
     }
 
-    /// Whether captures of graphs are under way, or about to begin. One load.
+    /// Whether captures of graphs are active, or about to begin. One load.
     #[inline]
     pub(crate) fn has_captures(&self) -> bool {
         self.captures_under_way().load(Ordering::Acquire) > 0
     }
 
-    /// Counts a capture. To be called before the driver's `capture_begin`.
+    /// Counts a capture. Call it before the driver's `capture_begin`.
     pub(crate) fn count_capture(&self) {
         self.captures_under_way().fetch_add(1, Ordering::AcqRel);
     }
@@ -169,9 +169,9 @@ impl Instance {
         self.extensions().get_or_init(CaptureRegistry::default)
     }
 
-    /// Keeps captures of graphs from beginning and ending until the result is dropped: what `stream` answers about its
-    /// capture stays true, except that it may join one. Waits while one begins or ends; inside a host callback that is
-    /// the driver's error. To be called without a lock that a typed call needs.
+    /// Keeps captures of graphs from beginning and ending until the result is dropped: the capture status of `stream`
+    /// stays the same, except that it may join one. Waits while one begins or ends; fails with the driver's error
+    /// inside a host callback. Call it without a lock that a typed call needs.
     pub(crate) fn freeze_captures(&self, stream: &Stream) -> Result<FrozenCaptures<'_>> {
         self.capture_gate().enter(stream.id().0, || {
             self.expect_own_process("queue typed work")?;
@@ -180,7 +180,7 @@ impl Instance {
         })
     }
 
-    /// The same, if none begins or ends at this moment.
+    /// As [`freeze_captures`](Self::freeze_captures), if none is beginning or ending.
     #[inline]
     pub(crate) fn try_freeze_captures(&self, stream: &Stream) -> Option<FrozenCaptures<'_>> {
         self.capture_gate().try_enter(stream.id().0)
@@ -196,22 +196,21 @@ impl Instance {
     }
 
     /// Waits for typed calls that are between their check and their driver call, and keeps others from beginning, until
-    /// the result is dropped: to be held over a driver call that begins or ends a capture.
+    /// the result is dropped. Hold it over a driver call that begins or ends a capture.
     pub(crate) fn change_captures(&self) -> Result<CaptureChange<'_>> {
         self.expect_no_typed_call()?;
         Ok(self.capture_gate().close())
     }
 
-    /// Fails where a change of captures would wait for its own thread.
+    /// Fails if beginning or ending a capture would wait for the calling thread itself.
     pub(crate) fn expect_no_typed_call(&self) -> Result<()> {
         if self.capture_gate().is_thread_inside() { Err(GraphError::InTypedCall.into()) } else { Ok(()) }
     }
 
-    /// Keeps captures from beginning until the result is dropped; `None` if one is under way or about to begin. Never
+    /// Keeps captures from beginning until the result is dropped; `None` if one is active or about to begin. Never
     /// waits.
     pub(crate) fn hold_off_captures(&self) -> Option<HoldOff<'_>> {
-        // Counted captures are read while captures are held off: one that began before is seen, one that comes later
-        // waits.
+        // Counted captures are read while captures are held off: one that began before is seen, a later one waits.
         self.captures().pollers.hold_off().filter(|_| !self.has_captures())
     }
 }

@@ -7,8 +7,8 @@ use warpool_driver::{CaptureMode, Driver};
 use crate::Result;
 
 /// While this guard lives, driver calls of the calling thread invalidate no capture of another stream. Dropping it,
-/// also by a panic, restores the thread's capture mode: the one destructor of this crate that calls the driver, so keep
-/// it on the stack.
+/// also by a panic, restores the thread's capture mode. It is the only destructor of this crate that calls the driver,
+/// so keep it on the stack.
 pub(crate) struct RelaxedMode<'a> {
     driver: &'a dyn Driver,
     before: CaptureMode,
@@ -30,7 +30,7 @@ impl<'a> RelaxedMode<'a> {
 impl Drop for RelaxedMode<'_> {
     fn drop(&mut self) {
         let restore = || self.driver.capture_mode_exchange(self.before);
-        // Tried twice: in a thread that stays relaxed, calls that a capture forbids would go unnoticed.
+        // Tried twice: if the thread stayed relaxed, calls that a capture forbids would not be detected.
         if let Err(error) = restore().or_else(|_| restore()) {
             tracing::warn!(%error, "the thread's capture mode could not be restored");
         }

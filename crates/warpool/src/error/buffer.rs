@@ -2,7 +2,7 @@
 
 use warpool_driver::{DeviceId, StreamId};
 
-/// Wrong use of typed memory. All of these are found before the driver is asked.
+/// Wrong use of typed memory. All of these are detected before the driver is called.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BufferError {
@@ -112,7 +112,7 @@ pub enum BufferError {
     #[error("a copy of ordinary host memory cannot be captured: replays would access it later; use a PinnedVec")]
     OrdinaryMemoryInCapture,
 
-    /// The work to wait for is in a stream that captures now.
+    /// The work to wait for is in a stream that is capturing now.
     #[error(
         "{buffer} was used in {stream}, which captures now and cannot be waited for; end the capture first, or make \
          this stream wait for the other one before it begins"

@@ -20,7 +20,7 @@ pub enum GeneratorError {
         bytes: usize,
     },
 
-    /// A call that is not possible while the thread's current stream captures.
+    /// A call that is not possible while the thread's current stream is capturing.
     #[error(
         "cannot {what} during graph capture: the current stream's state is {state:?}; \
          do it before the capture begins or after it ended"

@@ -10,7 +10,7 @@ use super::Error;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GraphError {
-    /// A stream takes part in a capture that was not begun by a graph of this `Instance`.
+    /// The stream takes part in a capture that was not begun by a graph of this `Instance`.
     #[error("the stream captures, but the capture was not begun by a Graph; begin it with one")]
     ForeignCapture,
 
@@ -40,7 +40,7 @@ pub enum GraphError {
         owner: DeviceId,
     },
 
-    /// The stream captures.
+    /// The stream is capturing.
     #[error("{stream} already takes part in a capture; end that first, or use another stream")]
     StreamCaptures {
         /// The stream.
@@ -51,7 +51,7 @@ pub enum GraphError {
     #[error("a graph cannot use the default pool; pass no pool, and the graph makes one of its own")]
     DefaultPool,
 
-    /// An end without a begin, or a call that is possible only in between.
+    /// An end without a begin, or a call that is possible only during a capture.
     #[error("no capture of this graph is under way; begin one first")]
     NotCapturing,
 
@@ -87,7 +87,7 @@ pub enum GraphError {
     /// The driver reported at the end that the capture was invalidated.
     #[error("the capture failed and was discarded: {error}")]
     CaptureFailed {
-        /// The driver's error; its detail names the call that invalidated the capture where that is known.
+        /// The driver's error; its detail names the call that invalidated the capture, if known.
         #[source]
         error: DriverError,
     },

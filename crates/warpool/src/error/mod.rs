@@ -1,6 +1,7 @@
-//! Errors, and the plain data that they carry. The bottom module of the crate: everything may use it, it uses nothing.
+//! Errors, and the plain data that they carry. This is the bottom module of the crate: every module may use it, and it
+//! uses none.
 //!
-//! Each kind of failure is a variant of its own; a failed driver call is passed on unchanged.
+//! Each kind of failure has its own variant; the error of a failed driver call is passed on unchanged.
 
 mod buffer;
 mod generator;
@@ -28,7 +29,7 @@ use crate::pool_id::MemPoolId;
 /// The result of a call into this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why a call failed, and, where that helps, what to do about it.
+/// Why a call failed, and, if that helps, what to do about it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -76,7 +77,7 @@ pub enum Error {
     EventExists {
         /// The event's device.
         event: DeviceId,
-        /// The device that it was to be created on.
+        /// The device that it should have been created on.
         wanted: DeviceId,
     },
 
@@ -152,14 +153,14 @@ pub enum Error {
         "CUDA out of memory. Tried to allocate more than 1EB memory: {bytes} bytes; check how the size was computed"
     )]
     RequestTooLarge {
-        /// How much.
+        /// The requested bytes.
         bytes: u64,
     },
 
     /// A request for more pinned memory than any machine has.
     #[error("cannot pin {bytes} bytes: more than 1EB of host memory was requested; check how the size was computed")]
     PinnedRequestTooLarge {
-        /// How much.
+        /// The requested bytes.
         bytes: u64,
     },
 
@@ -212,7 +213,7 @@ pub enum Error {
         pool: MemPoolId,
         /// The pool's device.
         owner: DeviceId,
-        /// The device that it was to be used on.
+        /// The device that it should have been used on.
         device: DeviceId,
     },
 
@@ -226,7 +227,7 @@ pub enum Error {
         pool: MemPoolId,
     },
 
-    /// The open scope of a pool was opened otherwise.
+    /// The open scope of a pool was opened in another way.
     #[error(
         "the open scope of pool {pool} is that of a PoolScope, a graph's capture or a raw call, which alone ends it"
     )]
@@ -337,7 +338,7 @@ pub enum Error {
     ExactAddress {
         /// The address.
         ptr: DevicePtr,
-        /// How much.
+        /// The requested bytes.
         bytes: u64,
         /// The reason.
         why: &'static str,
@@ -400,25 +401,25 @@ pub enum Error {
          and {blocks} of its blocks are allocated or used by a graph; drop them first"
     )]
     HostMemoryInUse {
-        /// Handles besides the one that was to be closed.
+        /// Handles besides the one that should have been closed.
         handles: usize,
-        /// Blocks.
+        /// Blocks that are still in use.
         blocks: usize,
     },
 
-    /// A request for memory of a tag that sleeps.
+    /// A request for memory of a sleeping tag.
     #[error("the memory of tag {tag:?} sleeps; wake the tag before allocating from it")]
     TagAsleep {
         /// The tag.
         tag: String,
     },
 
-    /// Work on memory that sleeps.
+    /// Work on memory that is asleep.
     #[error("cannot {what}: memory that it uses has the tag {tag:?}, which sleeps; wake the tag first")]
     MemoryAsleep {
         /// The tag.
         tag: String,
-        /// What was to be done.
+        /// The operation that failed.
         what: &'static str,
     },
 
@@ -427,14 +428,15 @@ pub enum Error {
     UnknownTag {
         /// The tag.
         tag: String,
-        /// Those that exist.
+        /// The tags that exist.
         known: Vec<String>,
     },
 
-    /// Memory cannot fall asleep or wake during a capture: all work of the device has to be waited for.
+    /// Memory cannot be put to sleep or woken during a capture, because that requires a wait for all work of the
+    /// device.
     #[error("cannot {call} while a graph is captured: end the capture first")]
     SleepInCapture {
-        /// What was called.
+        /// The call that was refused.
         call: SleepCall,
     },
 
@@ -475,8 +477,8 @@ impl Error {
         }
     }
 
-    /// There was not enough memory, on a device or on the host, or a cap or limit refused it. Freeing memory and trying
-    /// again may help.
+    /// Whether there was not enough memory, on a device or on the host, or a cap or limit refused the request. Freeing
+    /// memory and trying again may help.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
         match self {
@@ -487,15 +489,16 @@ impl Error {
         }
     }
 
-    /// A capture failed, or was invalidated by this call or before it. The capture must be ended; the graph can then be
-    /// captured again.
+    /// Whether a capture failed, or was invalidated by this call or before it. The capture must be ended; the graph can
+    /// then be captured again.
     #[must_use]
     pub fn is_capture_broken(&self) -> bool {
         matches!(self, Self::Graph(GraphError::CaptureFailed { .. } | GraphError::BodyFailed { .. }))
             || self.driver_error().is_some_and(DriverError::is_capture_forbidden)
     }
 
-    /// A call that a stream's capture does not allow was refused before it was made: the capture is still valid.
+    /// Whether a call that a stream's capture does not allow was refused before it reached the driver: the capture is
+    /// still valid.
     #[must_use]
     pub const fn is_refused_in_capture(&self) -> bool {
         matches!(
@@ -509,13 +512,13 @@ impl Error {
         )
     }
 
-    /// The device cannot be used any more by this process: work on it failed, and every later call fails.
+    /// Whether the device cannot be used any more by this process: work on it failed, and every later call fails.
     #[must_use]
     pub fn is_device_lost(&self) -> bool {
         self.driver_error().is_some_and(DriverError::is_sticky)
     }
 
-    /// Something is not finished or still in use; the same call may succeed later.
+    /// Whether something is not finished or still in use; the same call may succeed later.
     #[must_use]
     pub fn is_not_ready(&self) -> bool {
         match self {
@@ -530,21 +533,21 @@ impl Error {
         }
     }
 
-    /// The memory that the call is about sleeps: the same call succeeds once its tag is woken.
+    /// Whether the memory of the call is asleep: the same call succeeds once its tag is woken.
     #[must_use]
     pub const fn is_asleep(&self) -> bool {
         matches!(self, Self::TagAsleep { .. } | Self::MemoryAsleep { .. })
     }
 
-    /// The driver, the device or the allocator cannot do it.
+    /// Whether the driver, the device or the allocator does not support it.
     #[must_use]
     pub fn is_unsupported(&self) -> bool {
         matches!(self, Self::Unsupported { .. } | Self::Graph(GraphError::NoConditionalNodes { .. }))
             || self.driver_error().is_some_and(|error| error.code == ErrorCode::NotSupported)
     }
 
-    /// The program passed something that cannot be right: a wrong range, length, device, pointer or pool, or objects
-    /// that do not belong together. Trying again does not help.
+    /// Whether the program passed an invalid argument: a wrong range, length, device, pointer or pool, or objects that
+    /// do not belong together. Trying again does not help.
     #[must_use]
     pub const fn is_invalid_argument(&self) -> bool {
         matches!(
@@ -600,7 +603,7 @@ impl Error {
         )
     }
 
-    /// The driver's error, also where it is the cause of another.
+    /// The driver's error, also if it is the cause of another.
     fn driver_error(&self) -> Option<&DriverError> {
         match self {
             Self::Driver(error) | Self::Graph(GraphError::CaptureFailed { error }) => Some(error),

@@ -1,4 +1,4 @@
-//! The report of an out-of-memory error: what was requested, what there is, and where it is.
+//! The report of an out-of-memory error: the request, and how the device's memory is used.
 
 use std::fmt;
 
@@ -14,20 +14,19 @@ pub enum OomCause {
     Device,
     /// A limit that was set: a fraction or a cap. The device may have memory.
     Limit,
-    /// The limit, before any retry, because `throw_on_cudamalloc_oom` is set.
+    /// A limit that was set. The request failed without a retry because `throw_on_cudamalloc_oom` is set.
     Rejected,
-    /// The memory does not come from the driver, and where it comes from is full: an external allocator, or a pool's
-    /// upstream.
+    /// An external allocator or a pool's upstream, which supplies the memory instead of the driver, is full.
     External,
-    /// A cap on what is allocated through [`Limited`](crate::memory::Limited), which is the report's `bytes_limit`.
-    /// The inner allocator was not called.
+    /// The cap of a [`Limited`](crate::memory::Limited) allocator, which is the report's `bytes_limit`. The inner
+    /// allocator was not called.
     Cap {
-        /// What was allocated through it.
+        /// Bytes allocated through it.
         held: u64,
     },
 }
 
-/// What was requested, what there is, and where it is.
+/// The request, and how the device's memory is used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OomReport {
@@ -35,40 +34,40 @@ pub struct OomReport {
     pub device: DeviceId,
     /// Why the request failed.
     pub cause: OomCause,
-    /// What the caller requested.
+    /// Bytes that the caller requested.
     pub bytes_requested: u64,
-    /// What was, or would have been, requested from the driver.
+    /// Bytes that were, or would have been, requested from the driver.
     pub bytes_segment: u64,
-    /// The device's memory.
+    /// Total bytes of the device's memory.
     pub bytes_total: u64,
-    /// What of it is free.
+    /// Free bytes of the device.
     pub bytes_free: u64,
-    /// What this allocator may reserve, if that is limited.
+    /// Bytes that this allocator may reserve, if that is limited.
     pub bytes_limit: Option<u64>,
-    /// What it has reserved.
+    /// Bytes that it has reserved.
     pub bytes_reserved: u64,
-    /// What of it is allocated.
+    /// Reserved bytes that are allocated.
     pub bytes_allocated: u64,
-    /// What was freed and waits for streams.
+    /// Reserved bytes of pending frees, which wait for streams.
     pub bytes_pending: u64,
-    /// What is free in private pools, such as those of graphs.
+    /// Free bytes in private pools, such as those of graphs.
     pub bytes_private_free: u64,
-    /// What is free in the default pool.
+    /// Free bytes in the default pool.
     pub bytes_cached: u64,
-    /// In how many blocks.
+    /// The number of blocks that `bytes_cached` consists of.
     pub blocks_cached: u64,
-    /// The largest of them.
+    /// The size of the largest of these blocks.
     pub bytes_largest_cached: u64,
     /// Whether segments are expandable (`expandable_segments`).
     pub expandable_segments: bool,
-    /// Whether the stream captures, so that nothing could be reclaimed.
+    /// Whether the stream is capturing, so that nothing could be reclaimed.
     pub capturing: bool,
     /// Where free memory is, if the allocator is the paged one.
     pub pages: Option<PageShortage>,
 }
 
 impl OomReport {
-    /// What is used by others: other processes, contexts, other allocators of this process.
+    /// Bytes used elsewhere: by other processes, contexts, and other allocators of this process.
     #[must_use]
     pub fn bytes_elsewhere(&self) -> u64 {
         self.bytes_total.saturating_sub(self.bytes_free).saturating_sub(self.bytes_reserved)
@@ -129,7 +128,7 @@ impl fmt::Display for OomReport {
         )?;
         write!(f, " {} is held by others (contexts, other libraries, other processes).", Size(self.bytes_elsewhere()))?;
         if let Some(pages) = &self.pages {
-            // What the driver could still have given.
+            // The bytes that the driver could still have supplied.
             let allowed = self.bytes_limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.bytes_reserved));
             let missing = self.bytes_segment.saturating_sub(allowed.min(self.bytes_free));
             return pages.write(f, missing, self.bytes_pending, self.capturing);

@@ -9,27 +9,27 @@ use super::size::Size;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageShortage {
-    /// Free in mapped pages, of streams and pools whose pages may be taken.
+    /// Free bytes in mapped pages of streams and pools whose pages may be taken.
     pub bytes_free_mapped: u64,
-    /// What of it is whole pages. The rest is beside allocated blocks.
+    /// The part of `bytes_free_mapped` in whole pages. The rest shares pages with allocated blocks.
     pub bytes_whole_pages: u64,
-    /// In pages that belong to no address.
+    /// Bytes in pages that are not mapped to any address.
     pub bytes_spare: u64,
-    /// Free in pools in use, whose pages stay where they are: graphs know their addresses.
+    /// Free bytes in pools in use, whose pages are not moved: graphs contain their addresses.
     pub bytes_fixed: u64,
     /// The size of a page.
     pub bytes_page: u64,
 }
 
 impl PageShortage {
-    /// Free beside allocated blocks, in pages that are partly in use.
+    /// Free bytes in pages that also hold allocated blocks.
     #[must_use]
     pub fn bytes_in_used_pages(&self) -> u64 {
         self.bytes_free_mapped.saturating_sub(self.bytes_whole_pages)
     }
 
-    /// Where free memory is, and what can be done about it. `missing` bytes could not be had from the driver; `pending`
-    /// wait for streams.
+    /// Writes where free memory is, and what can be done about it. `missing` bytes could not be obtained from the
+    /// driver; `pending` bytes wait for streams.
     pub(super) fn write(&self, f: &mut fmt::Formatter<'_>, missing: u64, pending: u64, capturing: bool) -> fmt::Result {
         let whole = self.bytes_whole_pages + self.bytes_spare;
         write!(

@@ -7,23 +7,23 @@ use warpool_driver::DeviceId;
 
 use super::size::Size;
 
-/// What was requested, what is allowed, and where it is.
+/// The request, the cap, and how pinned memory is used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PinnedCapReport {
-    /// What the caller requested.
+    /// Bytes that the caller requested.
     pub bytes_requested: u64,
-    /// What would have had to be pinned, at least.
+    /// The least bytes that would have had to be pinned.
     pub bytes_segment: u64,
-    /// The cap.
+    /// The cap in bytes.
     pub bytes_cap: u64,
     /// The device whose cap it is; `None` for the cap over all devices.
     pub device: Option<DeviceId>,
-    /// What is pinned, for that device or in all.
+    /// Bytes that are pinned, for that device or in total.
     pub bytes_pinned: u64,
-    /// What of it is allocated.
+    /// Pinned bytes that are allocated.
     pub bytes_allocated: u64,
-    /// What of it was freed and waits for streams or graphs.
+    /// Pinned bytes that were freed and wait for streams or graphs.
     pub bytes_pending: u64,
 }
 

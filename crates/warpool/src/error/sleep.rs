@@ -5,7 +5,7 @@ use std::fmt;
 use super::Error;
 use super::size::Size;
 
-/// Which of the two calls.
+/// The call that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SleepCall {
     /// [`Tags::sleep`](crate::memory::Tags::sleep).
@@ -23,48 +23,48 @@ impl fmt::Display for SleepCall {
     }
 }
 
-/// What was missing.
+/// The resource that was missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SleepShortage {
     /// Pinned host memory for the contents.
     PinnedMemory {
-        /// What all contents need.
+        /// Bytes that all contents need.
         bytes_needed: u64,
-        /// What of it was allocated when it ran out.
+        /// Bytes that were allocated when it ran out.
         bytes_found: u64,
     },
     /// Device memory.
     DeviceMemory {
-        /// What all of the tags need.
+        /// Bytes that all of the tags need.
         bytes_needed: u64,
-        /// What of it was allocated when it ran out.
+        /// Bytes that were allocated when it ran out.
         bytes_found: u64,
     },
     /// Room within the memory fraction or cap.
     Limit {
-        /// What the tag needs that did not fit.
+        /// Bytes that the tag needs and that did not fit.
         bytes_needed: u64,
     },
     /// Nothing: a driver call failed.
     Nothing,
 }
 
-/// Why tags could not be put to sleep, or not be woken. All of them are in one state: that from before the call, unless
+/// Why tags could not be put to sleep, or not be woken. All of them are in one state: the one before the call, unless
 /// [`is_undone`](Self::is_undone) is `false`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SleepFailure {
-    /// What was called.
+    /// The call that failed.
     pub call: SleepCall,
     /// The tags.
     pub tags: Vec<String>,
-    /// What was missing.
+    /// The resource that was missing.
     pub shortage: SleepShortage,
-    /// The call that failed; `None` for a limit.
+    /// The error of the driver call that failed; `None` for a limit.
     pub source: Option<Error>,
-    /// Whether all is as it was before the call. If not, undoing a failed sleep failed as well: the tags sleep, with
-    /// all contents, and can be woken.
+    /// Whether the tags are in the state from before the call. If not, undoing a failed sleep failed as well: the tags
+    /// are asleep, with all contents, and can be woken.
     pub is_undone: bool,
 }
 

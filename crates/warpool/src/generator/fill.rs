@@ -1,4 +1,4 @@
-//! Fills of memory with random numbers: which kernel, how many threads, what is consumed.
+//! Fills of memory with random numbers: the kernel, the number of threads, and the consumed offset.
 
 use warpool_driver::{DeviceId, DevicePtr, KernelArg, LaunchShape};
 
@@ -8,19 +8,19 @@ use crate::error::GeneratorError;
 use crate::memory::DeviceBlock;
 use crate::{Result, Stream, launch};
 
-/// A thread makes four numbers.
+/// Each thread generates four numbers.
 const THREADS_PER_BLOCK: u64 = 256;
 const NUMBERS_PER_BLOCK: u64 = 4 * THREADS_PER_BLOCK;
 /// A grid of one dimension has at most `i32::MAX` blocks.
 const COUNT_MAX: u64 = NUMBERS_PER_BLOCK * (i32::MAX as u64);
 
-/// Where numbers are written: a [`DeviceBlock`], as many as fit, or a [part](Self::part) of one.
+/// The memory that numbers are written to: a whole [`DeviceBlock`], or a [part](Self::part) of one.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
     ptr: DevicePtr,
-    /// `None` is as many as fit.
+    /// `None` fills the whole block.
     count: Option<u64>,
-    /// `None` is unknown: the caller has promised enough.
+    /// `None` is unknown: the caller has promised that it suffices.
     bytes_available: Option<u64>,
     device: Option<DeviceId>,
 }
@@ -47,7 +47,7 @@ impl Target {
     /// `count` numbers at an address.
     ///
     /// # Safety
-    /// From `ptr` on there is device memory for `count` numbers, at every fill with this target and at every replay of
+    /// There must be device memory for `count` numbers at `ptr`, at every fill with this target and at every replay of
     /// a graph that captures one.
     #[expect(unsafe_code, reason = "a promise about an address, which launch.rs relies on")]
     #[must_use]
@@ -71,12 +71,12 @@ impl Target {
     }
 }
 
-/// Fills of memory, in the order of a stream. Number `i` is lane `i % 4` of subsequence `i / 4` at the generator's
-/// offset, which a fill advances by 4, however long it is; an empty one does nothing. The bits are the same on every
-/// device, and those that [`philox`](super::philox) computes on the host.
+/// Fills of memory, ordered in a stream. Number `i` is lane `i % 4` of subsequence `i / 4` at the generator's offset,
+/// which a fill advances by 4, however long it is; an empty one does nothing. The bits are the same on every device,
+/// and equal to those that [`philox`](super::philox) computes on the host.
 ///
-/// The stream must be one of the generator's device. If it captures, replays continue from where the generator then is.
-/// A fill that fails leaves the generator as it was.
+/// The stream must belong to the generator's device. If it is capturing, each replay continues from the generator's
+/// position at that time. A fill that fails leaves the generator as it was.
 impl Generator {
     /// Words of 32 random bits.
     pub fn fill_bits(&self, target: impl Into<Target>, stream: &Stream) -> Result<()> {
@@ -121,7 +121,7 @@ impl Generator {
             return Ok(());
         }
         let function = self.device().kernel(&SOURCE, kernel)?;
-        // Numbers that are drawn outside of a capture are not captured, and the other way round.
+        // Keeps the capture status the same between the draw and the launch.
         let _frozen = stream.instance().freeze_captures(stream)?;
         let reserved = self.reserve_undoable(4, stream)?;
         let [slot, seed, offset] = reserved.reservation.args();

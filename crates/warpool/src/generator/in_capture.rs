@@ -1,14 +1,14 @@
-//! Generators in captures: what a graph consumes is counted while it is captured, and seed and offset are set at every
-//! replay.
+//! Generators in captures: the numbers that a graph consumes are counted during the capture, and seed and offset are
+//! set at every replay.
 //!
-//! A graph cannot contain its seed and offset. So each stream that draws numbers in a capture gets a slot of 16 bytes
-//! (seed, offset), and at its first draw a *seed kernel*: a kernel of one thread that writes both into the slot, from
-//! its own arguments. Kernels that draw read the slot. Before a replay the arguments of the seed kernels are replaced
-//! in the executable graph, which costs the host a fraction of what writing the slot would; launches under way keep
-//! theirs, so replays on several streams do not disturb each other.
+//! The seed and offset of a replay cannot be part of the graph. So each stream that draws numbers in a capture gets a
+//! slot of 16 bytes (seed, offset), and at its first draw a *seed kernel*: a kernel of one thread that writes both into
+//! the slot, from its own arguments. Kernels that draw read the slot. Before a replay the arguments of the seed kernels
+//! are replaced in the executable graph, which costs the host a fraction of writing the slot. Launches under way keep
+//! their arguments, so replays on several streams do not interfere with each other.
 //!
 //! Locks: the capture's record is locked only while counts are read and written. While a seed kernel is captured, a
-//! lock of its own is held over driver calls: its node is read right after the launch, and no second one may come
+//! separate lock is held over the driver calls: its node is read right after the launch, and no second launch may come
 //! between.
 
 use std::sync::{Arc, Mutex};
@@ -27,7 +27,7 @@ use crate::{Result, Stream, launch, lock};
 /// A slot: seed and offset, 8 bytes each.
 const SLOT_BYTES: u64 = 16;
 
-/// In the record of a capture, later in its graph: the generators that it draws from.
+/// The generators that a capture, and later its graph, draws from.
 #[derive(Default)]
 pub(crate) struct CapturedGenerators {
     /// One entry per state.
@@ -41,10 +41,10 @@ pub(crate) struct CapturedGenerators {
 /// One generator's state in one capture.
 struct CapturedGenerator {
     state: Arc<PhiloxState>,
-    /// By how much a replay advances it.
+    /// The offset by which a replay advances it.
     consumed: u64,
     seed_kernels: Vec<SeedKernel>,
-    /// What the last replay drew.
+    /// The numbers that the last replay drew.
     drawn: Mutex<Option<DrawnRange>>,
 }
 
@@ -61,9 +61,9 @@ impl CapturedGenerators {
         self.generators.is_empty()
     }
 
-    /// Before a replay: sets seed and offset in the seed kernels, and advances the generators by what the graph
-    /// consumes. The caller makes sure that no other thread launches the executable between this and its own launch.
-    /// After a failure the generators are as before.
+    /// Called before a replay: sets seed and offset in the seed kernels, and advances the generators by the numbers
+    /// that the graph consumes. The caller must make sure that no other thread launches the executable between this
+    /// call and its own launch. After a failure the generators are as before.
     pub(crate) fn prepare(&self, driver: &dyn Driver, exec: GraphExecId) -> Result<()> {
         for (at, generator) in self.generators.iter().enumerate() {
             if let Err(error) = generator.prepare(driver, exec) {
@@ -74,7 +74,7 @@ impl CapturedGenerators {
         Ok(())
     }
 
-    /// After a failed launch: undoes the advance of [`prepare`](Self::prepare), except where numbers were drawn since.
+    /// Called after a failed launch: undoes the advance of [`prepare`](Self::prepare), unless numbers were drawn since.
     pub(crate) fn undo(&self) {
         self.generators.iter().rev().for_each(CapturedGenerator::undo);
     }
@@ -85,7 +85,8 @@ impl CapturedGenerators {
         seed_kernels.any(|kernel| kernel.slot.ptr() == ptr)
     }
 
-    /// Records that replays on `streams` use the slots: their memory is reused after those. No driver call.
+    /// Records that replays on `streams` use the slots: their memory is reused only after the replays. Makes no driver
+    /// call.
     pub(crate) fn record_replays(&self, streams: &[StreamId]) {
         let seed_kernels = self.generators.iter().flat_map(|generator| &generator.seed_kernels);
         let slots = seed_kernels.map(|kernel| &kernel.slot).chain(&self.unused_slots);
@@ -108,7 +109,7 @@ impl CapturedGenerators {
         }
     }
 
-    /// Counts `increment` numbers, if the stream has its seed kernel already.
+    /// Counts `increment` numbers, if the stream already has its seed kernel.
     fn count(&mut self, state: &Arc<PhiloxState>, stream: StreamId, increment: u64) -> Result<Option<Reservation>> {
         let Some(generator) = self.find(state) else { return Ok(None) };
         let intragraph = generator.consumed;
@@ -170,7 +171,7 @@ pub(super) fn draw(
     if let Some(reservation) = count()? {
         return Ok(reservation);
     }
-    // What may call user code, or take long, comes before the lock.
+    // Calls that may run user code, or take long, come before the lock.
     let driver = stream.driver();
     let function = stream.device().kernel(&SOURCE, SEED)?;
     let slot = DeviceBlock::allocate(&CaptureMemory::of(record).allocator, slot_request(record, stream))?;
@@ -184,7 +185,7 @@ pub(super) fn draw(
     let node = match driver.capture_dependencies(stream.id()) {
         Ok(nodes) if nodes.len() == 1 => nodes[0],
         other => {
-            // The kernel is in the graph, and every replay writes to its slot.
+            // The kernel is in the graph, and every replay writes to its slot: keep the slot.
             record.with(|captured: &mut CapturedGenerators| captured.unused_slots.push(slot));
             other?;
             return Err(GeneratorError::SeedKernelLost { stream: stream.id() }.into());

@@ -1,11 +1,12 @@
 //! The kernels that draw numbers: CUDA C++, and their host implementations.
 //!
-//! In every fill, number `i` is lane `i % 4` of the block that subsequence `i / 4` has at the call's offset. A
-//! thread makes four numbers of one block, and a fill takes one block of every subsequence, however long it is: so it
-//! consumes 4 of the offset.
+//! In every fill, number `i` is lane `i % 4` of the block that subsequence `i / 4` has at the call's offset. A thread
+//! generates the four numbers of one block, and a fill takes one block of every subsequence, however long it is. So it
+//! advances the offset by 4.
 //!
-//! Three arguments say where a kernel's numbers start, (slot, seed, offset): without a slot, seed and offset; with one,
-//! the slot contains both, and the third argument is added ([`Reservation::args`](super::Reservation::args)).
+//! Three arguments, (slot, seed, offset), define where a kernel's numbers start. Without a slot, these are seed and
+//! offset; with one, the slot contains both, and the third argument is added
+//! ([`Reservation::args`](super::Reservation::args)).
 
 use warpool_driver::{DevicePtr, HostKernel, KernelFault, KernelScope, KernelSource};
 
@@ -173,7 +174,7 @@ fn seed(scope: &mut KernelScope<'_>) -> KernelResult {
     scope.write_u64(slot, &[seed, offset])
 }
 
-/// The common part of the fills: `four` makes values of the words of one block.
+/// The common part of the fills: `four` converts the words of one block to values.
 fn fill<const SIZE: usize>(scope: &mut KernelScope<'_>, four: impl Fn([u32; 4]) -> [[u8; SIZE]; 4]) -> KernelResult {
     let size = SIZE as u64;
     let (out, n) = (scope.arg_ptr(0)?, scope.arg_u64(1)?);
@@ -192,8 +193,8 @@ fn fill<const SIZE: usize>(scope: &mut KernelScope<'_>, four: impl Fn([u32; 4]) 
     Ok(())
 }
 
-/// Seed and offset from the three arguments from `first` on: `warpool_position` for host implementations of kernels
-/// that draw numbers of a [`Reservation`](super::Reservation).
+/// Seed and offset from the three arguments that start at `first`: `warpool_position` for host implementations of
+/// kernels that draw numbers of a [`Reservation`](super::Reservation).
 pub fn position(scope: &mut KernelScope<'_>, first: usize) -> Result<(u64, u64), KernelFault> {
     let (slot, seed, offset) = (scope.arg_ptr(first)?, scope.arg_u64(first + 1)?, scope.arg_u64(first + 2)?);
     if slot == DevicePtr(0) {

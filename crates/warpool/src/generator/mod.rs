@@ -1,4 +1,4 @@
-//! Random number generators: Philox 4x32-10, with the same bits on every device, also in graphs.
+//! Random number generators: Philox 4x32-10, with the same bits on every device, including in graphs.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -27,22 +27,22 @@
 //! ```
 //!
 //! - [`Generator`]: seed and offset, fills, and [`reserve`](Generator::reserve) for users' own kernels.
-//! - A generator's *state* is seed and offset. Clones of a generator are the same generator;
-//!   [`share`](Generator::share) makes another one with the same state, [`duplicate`](Generator::duplicate) another one
-//!   with a copy of it, and [`adopt`](Generator::adopt) switches to the state of another.
-//! - In a capture, the graph records how many numbers it draws. A replay draws from where the generator is at that
-//!   time, and advances it by what the graph consumes, as if the work had been done without a graph.
+//! - A generator's *state* is seed and offset. Clones of a generator share one generator; [`share`](Generator::share)
+//!   creates another one with the same state, [`duplicate`](Generator::duplicate) another one with a copy of it, and
+//!   [`adopt`](Generator::adopt) switches to the state of another.
+//! - In a capture, the graph records how many numbers it draws. A replay draws from the generator's position at that
+//!   time, and advances it by the numbers that the graph consumes, as if the work had been done without a graph.
 //!
 //! # During a capture
-//! While the calling thread's current stream (on the generator's device) captures, calls that have no meaning for a
-//! graph are [`GeneratorError::InCapture`]: making or duplicating a generator, reading or setting the offset, setting
-//! the state, a new seed.
+//! While the calling thread's current stream (on the generator's device) is capturing, calls that have no meaning for a
+//! graph fail with [`GeneratorError::InCapture`]: creating or duplicating a generator, reading or setting the offset,
+//! setting the state, a new seed.
 //!
 //! # Differences from PyTorch
 //! - A capture has one slot of 16 bytes per generator and stream, from the graph's pool; PyTorch has two tensors per
-//!   generator, from the default pool. Creating a slot waits for nothing.
-//! - What a graph consumes is counted in 64 bits, not 32.
-//! - Numbers in the body of a conditional node are an error where they are drawn, not at the end of the body.
+//!   generator, from the default pool. Creating a slot does not wait.
+//! - The numbers that a graph consumes are counted in 64 bits, not 32.
+//! - Numbers in the body of a conditional node are an error when they are drawn, not at the end of the body.
 //! - Which number of a fill comes from which subsequence does not depend on the device: see [`Generator`]. In PyTorch
 //!   it depends on how many threads a device runs.
 //! - A dropout mask with a keep probability of 1 keeps everything.
@@ -79,15 +79,15 @@ use state::PhiloxState;
 /// The seed of a new generator.
 pub const DEFAULT_SEED: u64 = 67_280_421_310_721;
 
-/// A generator of random numbers for one device. Cheap to clone; clones are the same generator. Any number of threads
-/// may draw from it: each gets different numbers.
+/// A generator of random numbers for one device. Cheap to clone; clones share one generator. Any number of threads may
+/// draw from it: each gets different numbers.
 #[derive(Clone)]
 pub struct Generator {
     device: Device,
     state: SharedState,
 }
 
-/// What the clones of a generator share: the state that they use, which other generators may use as well.
+/// The state that the clones of a generator use; other generators may use it as well.
 type SharedState = Arc<Mutex<Arc<PhiloxState>>>;
 
 /// The state of a device's default generator.
@@ -157,14 +157,15 @@ impl Generator {
         Ok(())
     }
 
-    /// Seed and offset in PyTorch's format: 8 bytes each, little-endian. During a capture: as they are outside of it.
+    /// Seed and offset in PyTorch's format: 8 bytes each, little-endian. During a capture, these are the values outside
+    /// of it.
     #[must_use]
     pub fn state(&self) -> [u8; 16] {
         let (seed, offset) = self.current().get();
         (u128::from(offset) << 64 | u128::from(seed)).to_le_bytes()
     }
 
-    /// Sets what [`state`](Self::state) returned; 8 bytes are a seed with offset 0.
+    /// Sets a state that [`state`](Self::state) returned; 8 bytes are a seed with offset 0.
     pub fn set_state(&self, bytes: &[u8]) -> Result<()> {
         self.expect_no_capture("set the state")?;
         let wrong = |_| GeneratorError::StateSize { bytes: bytes.len() };
@@ -202,7 +203,7 @@ impl Generator {
             let (generator, wanted) = (other.device.id(), self.device.id());
             return Err(GeneratorError::ForeignDevice { generator, wanted }.into());
         }
-        // One lock after the other: the two may be the same.
+        // One lock after the other, since both may be the same.
         let state = other.current();
         *lock(&self.state) = state;
         Ok(())
@@ -234,7 +235,7 @@ impl Generator {
         Ok(())
     }
 
-    /// Fails if the calling thread's current stream captures.
+    /// Fails if the calling thread's current stream is capturing.
     fn expect_no_capture(&self, what: &'static str) -> Result<()> {
         match self.capture_state()? {
             CaptureState::None => Ok(()),
@@ -242,8 +243,8 @@ impl Generator {
         }
     }
 
-    /// The capture state of the calling thread's current stream. No driver call while no capture of a graph is under
-    /// way.
+    /// The capture state of the calling thread's current stream. Makes no driver call while no capture of a graph is
+    /// active.
     fn capture_state(&self) -> Result<CaptureState> {
         if !self.device.instance().has_captures() {
             return Ok(CaptureState::None);
@@ -269,7 +270,7 @@ impl fmt::Debug for Generator {
 }
 
 impl Device {
-    /// The device's default generator, shared by all callers. Made at its first use, with a nondeterministic seed.
+    /// The device's default generator, shared by all callers. Created at its first use, with a nondeterministic seed.
     #[must_use]
     pub fn default_generator(&self) -> Generator {
         let DefaultGenerator(state) = match self.extensions().get() {
@@ -284,7 +285,7 @@ impl Device {
 }
 
 impl Instance {
-    /// The default generator of the device with that index. That of the thread's current device is
+    /// The default generator of the device with that index. For the thread's current device, use
     /// `instance.current_device().default_generator()`.
     pub fn default_generator(&self, index: u32) -> Result<Generator> {
         Ok(self.device(index)?.default_generator())

@@ -1,11 +1,12 @@
 //! Philox 4x32-10 on the host: a pure function from a counter and a key to four words, and the conversions of the words
 //! to floats.
 //!
-//! The reference for the kernels, and what the simulated device runs. No state here: that is in `state.rs`.
+//! This is the reference for the kernels, and the implementation on the simulated device. There is no state here; see
+//! `state.rs`.
 //!
-//! A *position* is (seed, subsequence, offset), as in cuRAND: the seed is the key, the subsequence the upper half of
-//! the counter, the lower half counts blocks of four words, so `offset / 4`. The same position gives the same words as
-//! cuRAND's `curandStatePhilox4_32_10`.
+//! A *position* is (seed, subsequence, offset), as in cuRAND: the seed is the key, the subsequence is the upper half of
+//! the counter, and the lower half counts blocks of four words (`offset / 4`). The same position gives the same words
+//! as cuRAND's `curandStatePhilox4_32_10`.
 
 /// Four words for a counter and a key: Philox 4x32 with 10 rounds, by Salmon, Moraes, Dror and Shaw.
 #[must_use]
@@ -31,7 +32,8 @@ pub const fn block(seed: u64, subsequence: u64, offset: u64) -> [u32; 4] {
     block_at(seed, subsequence, offset / 4)
 }
 
-/// The words from a position on, without end, at any offset. Past offset 2⁶⁴ the block counter continues, as in cuRAND.
+/// An endless iterator over the words from a position on, at any offset. Past offset 2⁶⁴ the block counter continues,
+/// as in cuRAND.
 pub fn words(seed: u64, subsequence: u64, offset: u64) -> impl Iterator<Item = u32> {
     let skipped = (offset % 4) as usize;
     (offset / 4..).flat_map(move |count| block_at(seed, subsequence, count)).skip(skipped)
@@ -57,7 +59,7 @@ pub fn uniform(word: u32) -> f32 {
 pub fn normals(first: u32, second: u32) -> [f32; 2] {
     const STEP: f32 = std::f32::consts::TAU / 4_294_967_296.0;
     let angle = f64::from((second as f32).mul_add(STEP, STEP / 2.0));
-    // In double precision, so that the device's floats are compared with the nearest one.
+    // Computed in double precision, so that the device's floats are compared with the nearest float.
     let radius = (-2.0 * f64::from(uniform(first)).ln()).sqrt();
     [(radius * angle.sin()) as f32, (radius * angle.cos()) as f32]
 }

@@ -14,26 +14,25 @@ pub struct GeneratorSlot(pub(crate) DevicePtr);
 /// Where reserved numbers start. See [`Generator::reserve`](super::Generator::reserve).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reservation {
-    /// Known now.
+    /// Seed and offset are known now.
     Immediate {
         /// The seed.
         seed: u64,
         /// The first number's offset.
         offset: u64,
     },
-    /// Set at every replay, for kernels on the stream that was passed.
+    /// Seed and offset are set at every replay, for kernels on the stream that was passed.
     Captured {
         /// Where seed and offset of the replay are, 8 bytes each. Owned by the graph.
         slot: DevicePtr,
-        /// What to add to that offset.
+        /// The number to add to that offset.
         intragraph: u64,
     },
 }
 
 impl Reservation {
-    /// The three arguments of `warpool_position` in [`PHILOX_CUDA`], in CUDA
-    /// `(const unsigned long long *slot, unsigned long long seed, unsigned long long offset)`. For captures,
-    /// [`graph_args`](Self::graph_args).
+    /// The three arguments of `warpool_position` in [`PHILOX_CUDA`], in CUDA `(const unsigned long long *slot, unsigned
+    /// long long seed, unsigned long long offset)`. In captures use [`graph_args`](Self::graph_args).
     #[must_use]
     pub const fn args(&self) -> [KernelArg; 3] {
         match *self {

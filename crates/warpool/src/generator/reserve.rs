@@ -41,10 +41,11 @@ impl Generator {
     /// start. `increment` is rounded up to a multiple of 4; the offset wraps at 2⁶⁴, as PyTorch's does. Which threads
     /// use which subsequences is up to the kernel.
     ///
-    /// If the stream captures, the numbers are counted to its graph, and each replay starts where the generator then
-    /// is. The first reservation of a generator on a stream of a capture captures a seed kernel on that stream, before
-    /// the work that uses it: no other thread may put work into the stream meanwhile, as the kernel's node could not be
-    /// distinguished from the other work's. A graph that reserves only 0 numbers is not updated at replays.
+    /// If the stream is capturing, the numbers are counted for its graph, and each replay starts at the generator's
+    /// position at that time. The first reservation of a generator on a stream of a capture captures a seed kernel on
+    /// that stream, before the work that uses it: no other thread may enqueue work in the stream meanwhile, as the
+    /// kernel's node could not be distinguished from that of the other work. A graph that reserves only 0 numbers is
+    /// not updated at replays.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -77,7 +78,7 @@ impl Generator {
         self.expect_stream(stream)?;
         let increment = increment.checked_next_multiple_of(4).ok_or(GeneratorError::Increment { increment })?;
         let state = self.current();
-        // The driver is always asked: numbers captured by mistake would be the same at every replay.
+        // Always reads the status from the driver: numbers captured by mistake would be the same at every replay.
         let Some(capture) = self.device().instance().captures().find(stream)? else {
             let drawn = state.draw(increment);
             let reservation = Reservation::Immediate { seed: drawn.seed, offset: drawn.offset };

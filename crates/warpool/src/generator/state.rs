@@ -1,5 +1,5 @@
-//! The state of a generator: seed and offset, under a lock that is held for a few assignments only.
-//! No driver and no captures here.
+//! The state of a generator: seed and offset, under a lock that is held for a few assignments only. No driver calls and
+//! no captures here.
 
 use std::sync::Mutex;
 

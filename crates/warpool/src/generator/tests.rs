@@ -21,7 +21,7 @@ struct Fixture {
     generator: Generator,
 }
 
-/// A capture under way.
+/// An active capture.
 struct Capture<'a> {
     fixture: &'a Fixture,
     id: CaptureId,
@@ -123,7 +123,7 @@ impl Captured {
     }
 }
 
-/// Replays draw from where the generator is, and leave it where the same work done eagerly would.
+/// Replays draw from the generator's position, and advance it as the same work done eagerly would.
 #[test]
 fn replays_draw_what_eager_work_would() {
     let fixture = Fixture::new();
@@ -251,7 +251,7 @@ fn a_failed_launch_undoes_its_draw() {
     fixture.fill(&block, &stream);
     graph.generators.undo();
     assert_eq!(fixture.generator.offset().unwrap(), 8);
-    // The update of the seed kernel fails: as before.
+    // The update of the seed kernel fails: the generator is as before.
     fixture.faulty.set_plan(FaultPlan::new().fail_nth(Call::GraphExecSetKernel, 1, ErrorCode::OutOfMemory));
     graph.prepare(&fixture).unwrap_err();
     assert_eq!(fixture.generator.offset().unwrap(), 8);
@@ -324,7 +324,8 @@ fn draws_in_a_conditional_body_are_errors() {
     fixture.finish();
 }
 
-/// Whichever call fails at the first draw in a capture, the graph owns what it needs, and the next draw works.
+/// Whichever call fails at the first draw in a capture, the graph owns the memory that it needs, and the next draw
+/// works.
 #[test]
 fn a_failed_first_draw_can_be_repeated() {
     for (call, nth) in [(Call::KernelLaunch, 1), (Call::KernelLaunch, 2), (Call::CaptureDependencies, 1)] {

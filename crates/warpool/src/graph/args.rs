@@ -3,14 +3,14 @@
 use super::keys::{BufferKey, BufferOffset, HostKey, HostOffset};
 use crate::generator::{GeneratorSlot, Reservation};
 
-/// An argument of a captured kernel. Memory is named by buffers that the graph owns, so it exists at every replay.
+/// An argument of a captured kernel. Memory is passed as a buffer that the graph owns, so it exists at every replay.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum GraphArg {
     /// The address of device memory.
     Buffer(BufferOffset),
     /// The device address of pinned host memory.
     Host(HostOffset),
-    /// The slot with seed and offset of a generator; `None` where the other arguments have them. See
+    /// The slot with seed and offset of a generator; `None` if the other arguments contain them. See
     /// [`Reservation::graph_args`].
     Slot(Option<GeneratorSlot>),
     /// `unsigned int`.

@@ -1,5 +1,5 @@
-//! The begin of a capture: all checks first, then steps that undo themselves, so that a failure at any of them leaves
-//! nothing behind.
+//! The begin of a capture: all checks first, then steps with guards that undo them, so that a failure at any step
+//! leaves no partial state.
 
 use std::sync::Arc;
 use std::thread;
@@ -16,8 +16,8 @@ use crate::memory::{CaptureMemory, Route};
 use crate::{Result, Stream};
 
 impl Graph {
-    /// Begins a capture on `stream`: work that is put there is recorded instead of run, and memory that is requested on
-    /// streams of the capture comes from the graph's pool. [`capture_end`](Self::capture_end) must follow, also after
+    /// Begins a capture on `stream`: work enqueued there is recorded instead of run, and memory that is requested on
+    /// streams of the capture comes from the graph's pool. [`capture_end`](Self::capture_end) must follow, even after
     /// an error in between. [`capture`](Self::capture) does both, and cannot be left incomplete.
     pub fn capture_begin(&mut self, stream: &Stream, options: CaptureOptions<'_>) -> Result<()> {
         self.device.instance().expect_own_process("capture_begin")?;
@@ -37,7 +37,7 @@ impl Graph {
         let memory = CaptureMemory { allocator: Arc::clone(&self.allocator), pool: registration.pool().id() };
         let record = Arc::new(CaptureRecord::new(self.device.id(), memory));
         let begun = {
-            // In the registry before any typed call sees that the stream captures.
+            // Added to the registry before any typed call sees that the stream is capturing.
             let _change = instance.change_captures()?;
             driver.capture_begin(stream.id(), options.mode)?;
             instance.captures().add(stream, &record, false)
@@ -64,7 +64,7 @@ impl Graph {
         Ok(())
     }
 
-    /// What can be checked before anything is changed.
+    /// The checks that are possible before anything is changed.
     fn check_begin(&self, stream: &Stream, options: &CaptureOptions<'_>) -> Result<()> {
         match &self.stage {
             Stage::New => {}

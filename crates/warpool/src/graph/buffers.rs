@@ -17,7 +17,7 @@ use crate::{Instance, Result};
 /// The buffers of one capture.
 pub(super) struct Buffers {
     capture: u64,
-    /// Each with its hold, which ends first.
+    /// Each block with its hold, which is dropped first.
     device: Vec<(BlockHold, Owned<DeviceBlock>)>,
     host: Vec<Owned<HostBlock>>,
 }
@@ -82,7 +82,7 @@ impl Buffers {
     /// The argument as the driver takes it.
     pub(super) fn argument(&self, arg: GraphArg) -> Result<KernelArg> {
         Ok(match arg {
-            // How much of it the kernel uses is unknown.
+            // The size that the kernel uses is unknown.
             GraphArg::Buffer(at) => KernelArg::Ptr(self.address(at, 0)?),
             // Pinned memory has the same address on the device.
             GraphArg::Host(at) => KernelArg::Ptr(DevicePtr(self.host_address(at, 0)?.0)),
@@ -96,12 +96,13 @@ impl Buffers {
         })
     }
 
-    /// Fails if one of them sleeps. `what` is what the caller cannot do then.
+    /// Fails if one of them is asleep. `what` names the operation that the caller cannot do then.
     pub(super) fn expect_awake(&self, instance: &Instance, what: &'static str) -> Result<()> {
         self.device.iter().try_for_each(|(_, owned)| instance.expect_awake_at(owned.block().ptr(), what))
     }
 
-    /// Records that replays on `streams` use the buffers: their memory is reused after those. No driver call.
+    /// Records that replays on `streams` use the buffers: their memory is reused only after the replays. Makes no
+    /// driver call.
     pub(super) fn record_replays(&self, streams: &[StreamId]) {
         self.host.iter().for_each(|owned| owned.block().record_replays(streams));
         call_each(&self.device, |(_, owned)| owned.block().record_replays(streams));

@@ -40,13 +40,13 @@ pub(super) enum Execution<'a, S> {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Fallback {
-    /// No captured shape can be used for it.
+    /// No captured shape can serve the call.
     NoSuchShape,
-    /// The shape that could be used was not captured, because of this error.
+    /// The shape that could serve the call was not captured, because of this error.
     CaptureFailed(Error),
-    /// The stream captures: a graph cannot be launched there, but the work itself can be captured.
+    /// The stream is capturing: a graph cannot be launched there, but the work itself can be captured.
     StreamCaptures,
-    /// The stream of the call before captures, so it cannot be waited for: the wait would become part of the capture.
+    /// The stream of the previous call is capturing, and a wait for it would become part of the capture.
     LastStreamCaptures,
 }
 
@@ -64,7 +64,7 @@ impl fmt::Display for Fallback {
 }
 
 impl<S> CallOutcome<'_, S> {
-    /// The shape of the graph that was replayed; `None` if it ran without one.
+    /// The shape of the graph that was replayed; `None` if the call ran without a graph.
     #[must_use]
     pub fn replayed(&self) -> Option<&S> {
         match &self.execution {

@@ -12,20 +12,20 @@ use crate::{Result, Stream};
 
 /// Work that can be captured.
 pub trait Callable {
-    /// What distinguishes one graph from another: a batch size, a pair of lengths.
+    /// The key that distinguishes one graph from another, such as a batch size or a pair of lengths.
     type Shape: Clone + Ord + fmt::Debug;
 
     /// The size of each input, in a call of that shape.
     fn input_bytes(&self, shape: &Self::Shape) -> Vec<u64>;
 
-    /// Puts the work into `call.stream()`, which is the thread's current stream meanwhile, and returns its outputs,
-    /// allocated for that stream from `call.allocator()`. It must do the same work each time for one shape, and must
-    /// not wait on the host. Other memory that it needs, such as weights, it [shares](Call::share).
+    /// Enqueues the work in `call.stream()`, which is the thread's current stream during the call, and returns its
+    /// outputs, allocated for that stream from `call.allocator()`. It must do the same work each time for one shape,
+    /// and must not wait on the host. It must [share](Call::share) other memory that it uses, such as weights.
     fn run(&self, call: &Call<'_, Self::Shape>) -> Result<Vec<DeviceBlock>>;
 
     /// Whether the graph of `captured` can be used for a call of `requested`. By default only for the same shape. A
-    /// larger shape can be allowed if the work may read what earlier calls have left behind a shorter input. A shape
-    /// with a smaller input than the call has is never used.
+    /// larger shape can be allowed if the work may read data of earlier calls after the end of a shorter input. A shape
+    /// whose inputs are smaller than those of the call is never used.
     fn serves(&self, captured: &Self::Shape, requested: &Self::Shape) -> bool {
         captured == requested
     }
@@ -38,7 +38,7 @@ pub struct Call<'a, S> {
     pub(super) stream: &'a Stream,
     pub(super) allocator: &'a Arc<dyn DeviceAllocator>,
     pub(super) inputs: &'a [Input],
-    /// In a capture: the blocks that the graph is to share.
+    /// In a capture: the blocks that the graph shares.
     pub(super) shared: Option<&'a RefCell<Vec<Arc<DeviceBlock>>>>,
 }
 
@@ -67,8 +67,8 @@ impl<'a, S> Call<'a, S> {
         self.inputs
     }
 
-    /// Names memory that the work uses besides its inputs, such as weights: a graph keeps it alive for its replays, and
-    /// it is reused after them. Without a graph, the use on the stream is recorded.
+    /// Declares memory that the work uses besides its inputs, such as weights: a graph keeps it alive for its replays,
+    /// and it is reused only after them. Without a graph, the use on the stream is recorded.
     pub fn share(&self, block: &Arc<DeviceBlock>) -> Result<()> {
         match self.shared {
             Some(shared) => {

@@ -1,8 +1,8 @@
-//! The scope of a capture: what can be done while one is under way, with memory that the graph owns.
+//! The scope of a capture: the operations that are possible during a capture, with memory that the graph owns.
 //!
-//! Work that is put into the stream without this scope, by a library or the driver's own calls, is captured just the
-//! same; the graph then does not own the memory of that work, and the program must keep it alive. With blocks of the
-//! graph ([`Capture::allocate`], [`Capture::keep`]) it need not. Pinned memory is in `capture_host.rs`.
+//! Work that is enqueued in the stream without this scope, by a library or by driver calls, is captured too, but the
+//! graph does not own the memory of that work, and the program must keep it alive. This is not needed for blocks of the
+//! graph ([`Capture::allocate`], [`Capture::keep`]). Pinned memory is in `capture_host.rs`.
 
 use std::fmt;
 use std::ops::Deref;
@@ -20,7 +20,7 @@ use crate::generator::CapturedGenerators;
 use crate::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool, PoolScope};
 use crate::{Device, Result, Stream, StreamLease};
 
-/// A capture under way, or the body of a conditional node in it. See [`Graph::capture`].
+/// An active capture, or the body of a conditional node in it. See [`Graph::capture`].
 pub struct Capture<'a> {
     pub(super) open: &'a mut OpenCapture,
     pub(super) stream: Stream,
@@ -47,7 +47,7 @@ impl Graph {
 }
 
 impl Capture<'_> {
-    /// The stream that captures: the one that the capture began on, or, in a body, the body's own. In
+    /// The capturing stream: the one that the capture began on, or the body's own stream in a body. In
     /// [`Graph::capture`] and in bodies it is the thread's current stream.
     #[must_use]
     pub fn stream(&self) -> &Stream {
@@ -72,7 +72,7 @@ impl Capture<'_> {
         self.in_body
     }
 
-    /// Where the graph's memory comes from.
+    /// The allocator of the graph's memory.
     #[must_use]
     pub fn allocator(&self) -> &Arc<dyn DeviceAllocator> {
         self.open.registration.allocator()
@@ -95,7 +95,7 @@ impl Capture<'_> {
         pool.enter()
     }
 
-    /// Nodes and edges so far, of the body if this is one.
+    /// The nodes and edges captured so far; those of the body if this is one.
     pub fn topology(&self) -> Result<GraphTopology> {
         Ok(self.stream.driver().capture_topology(self.stream.id())?)
     }
@@ -132,9 +132,9 @@ impl Capture<'_> {
     /// Captures a kernel.
     ///
     /// # Safety
-    /// As for [`Kernels::kernel_launch`](warpool_driver::Kernels::kernel_launch): the arguments are those that the
-    /// kernel takes, and of this process's memory it touches only pinned memory that stays pinned, at every replay.
-    /// Buffers that are passed by key stay as long as the graph.
+    /// As for [`Kernels::kernel_launch`](warpool_driver::Kernels::kernel_launch): the arguments match the kernel's
+    /// parameters, and at every replay the kernel accesses no host memory of this process except pinned memory that
+    /// stays pinned. Buffers that are passed by key live as long as the graph.
     #[expect(unsafe_code, reason = "passes on the promise of `kernel_launch`")]
     pub unsafe fn launch(
         &mut self,
@@ -148,11 +148,11 @@ impl Capture<'_> {
         self.record_host_uses(args, stream)?;
         let buffers = &self.open.buffers;
         let args: Vec<KernelArg> = args.iter().map(|&arg| buffers.argument(arg)).collect::<Result<_>>()?;
-        // SAFETY: the caller promises it; the graph owns the buffers among the arguments.
+        // SAFETY: by this function's contract; the graph owns the buffers among the arguments.
         Ok(unsafe { stream.driver().kernel_launch(function, shape, &args, stream.id()) }?)
     }
 
-    /// Fails if a slot among the arguments is another graph's, which may be freed before this one.
+    /// Fails if a slot among the arguments belongs to another graph, which may be freed before this one.
     fn expect_own_slots(&self, args: &[GraphArg]) -> Result<()> {
         let slots =
             args.iter().filter_map(|arg| if let GraphArg::Slot(Some(slot)) = arg { Some(slot.0) } else { None });
@@ -190,7 +190,7 @@ impl Capture<'_> {
         Ok(stream.driver().copy(to, from, bytes, stream.id())?)
     }
 
-    /// The address of `bytes` bytes that work on `stream` is about to use; of pinned memory the use is recorded.
+    /// The address of `bytes` bytes that work on `stream` is about to use. The use of pinned memory is recorded.
     fn address(&self, endpoint: CopyEndpoint, bytes: u64, stream: &Stream) -> Result<Address> {
         let buffers = &self.open.buffers;
         match endpoint {
@@ -203,8 +203,8 @@ impl Capture<'_> {
         }
     }
 
-    /// Leases another stream that takes part in the capture, after what is in the scope's stream now. Work in it must
-    /// be [joined](Self::join) before the capture ends.
+    /// Leases another stream and joins it to the capture, ordered after the work that the scope's stream holds now.
+    /// Work in it must be [joined](Self::join) before the capture ends.
     pub fn fork(&mut self) -> Result<Fork> {
         let lease = self.device().lease_stream()?;
         lease.wait_stream(&self.stream)?;

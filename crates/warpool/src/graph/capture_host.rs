@@ -1,8 +1,8 @@
 //! Pinned host memory in a capture: memory that the graph owns, for copies between host and device, and for kernels
 //! that access it in place.
 //!
-//! The host may write it between two replays, and the next replay reads that. Writing while a replay runs is a race. A
-//! block's use by the graph is recorded before anything in the capture accesses it.
+//! The host may write it between two replays, and the next replay reads the new contents. Writing while a replay runs
+//! is a race. A block's use by the graph is recorded before anything in the capture accesses it.
 
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ use crate::Result;
 use crate::memory::{HostAllocator, HostBlock};
 
 impl Capture<'_> {
-    /// Allocates pinned host memory that the graph owns, from the graph's pool in `host`. Replays read what is written
-    /// there in the capture, or later between replays.
+    /// Allocates pinned host memory that the graph owns, from the graph's pool in `host`. Replays read what the host
+    /// has written there, during the capture or later between replays.
     pub fn allocate_host(&mut self, host: &HostAllocator, bytes: u64) -> Result<HostKey> {
         self.expect_in_capture(&self.stream)?;
         let block = host.allocate_on(bytes, &self.stream)?;

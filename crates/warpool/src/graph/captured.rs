@@ -1,4 +1,4 @@
-//! What a finished capture consists of.
+//! The contents of a finished capture.
 
 use std::sync::{Mutex, OnceLock};
 
@@ -17,19 +17,19 @@ use crate::{Instance, Result};
 const INSTANTIATE: InstantiateOptions = InstantiateOptions { auto_free_on_launch: true, use_node_priority: true };
 
 pub(super) struct Captured {
-    /// There if the graph keeps it, or if generators need it: their arguments are set through its nodes.
+    /// Present if the graph keeps it, or if generators need it: their arguments are set through its nodes.
     pub(super) template: Option<GraphId>,
     pub(super) exec: OnceLock<GraphExecId>,
     pub(super) is_empty: bool,
     pub(super) pools: Vec<MemPool>,
     pub(super) buffers: Buffers,
-    /// What other modules stored for the graph, such as workspaces.
+    /// Objects that other modules stored for the graph, such as workspaces.
     _slots: CaptureSlots,
     host_pools: CapturedHostPools,
     pub(super) generators: CapturedGenerators,
-    /// Typed memory, which replays are ordered with.
+    /// Typed buffers, with whose other uses replays are ordered.
     pub(super) typed: CapturedBuffers,
-    /// Held while it is instantiated, and over a replay with generators.
+    /// Held during instantiation, and during a replay with generators.
     pub(super) launch_lock: Mutex<()>,
     /// The streams on which replays may be under way.
     pub(super) replay_streams: ReplayStreams,
@@ -60,7 +60,7 @@ impl Captured {
         }
     }
 
-    /// Fails if memory sleeps that a replay would use, as far as the graph owns it.
+    /// Fails if memory that the graph owns and a replay would use is asleep.
     #[cold]
     pub(super) fn expect_awake(&self, instance: &Instance) -> Result<()> {
         const WHAT: &str = "replay the graph";
@@ -76,7 +76,7 @@ impl Captured {
     }
 }
 
-/// The graph's memory waits for the replays that are under way. No driver call.
+/// Makes the graph's memory wait for the replays that are under way. Makes no driver call.
 impl Drop for Captured {
     fn drop(&mut self) {
         let mut streams = self.replay_streams.take();
@@ -86,7 +86,7 @@ impl Drop for Captured {
         if streams.is_empty() {
             return;
         }
-        // Decorators are user code: all of it is recorded, also if one panics.
+        // Decorators are user code: all uses are recorded even if one panics.
         let parts: [&dyn Fn(); 4] = [
             &|| call_each(&self.pools, |pool| pool.record_replays(&streams)),
             &|| {

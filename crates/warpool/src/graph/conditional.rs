@@ -1,11 +1,11 @@
 //! Conditional nodes: `if` and `while` bodies that run depending on a flag in device memory.
 //!
 //! A conditional node has a condition value that only kernels can set. So before the node, and at the end of a `while`
-//! body, a kernel of one thread reads the caller's flag from memory and sets the condition. The body is captured on a
-//! stream of its own, leased until the whole capture ends: bodies are captured one after another, so as many streams
-//! are needed as bodies are nested.
+//! body, a kernel of one thread reads the caller's flag from memory and sets the condition. The body is captured on its
+//! own stream, leased until the whole capture ends: bodies are captured one after another, so the number of streams is
+//! the nesting depth.
 //!
-//! The node is in the graph before its body is captured, and cannot be removed. So a failure from there on fails the
+//! The node is added to the graph before its body is captured, and cannot be removed. So a failure after that fails the
 //! whole capture.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -81,17 +81,17 @@ impl Flag {
 
 impl Capture<'_> {
     /// Captures a body that runs at a replay only if `flag` is true when the replay reaches it. Bodies can be nested.
-    /// The body's own stream is [`stream`](Self::stream) of its scope, and the thread's current stream meanwhile.
+    /// The body's own stream is [`stream`](Self::stream) of its scope, and the thread's current stream during the call.
     ///
     /// A body may contain kernels, copies, fills and further conditional nodes, but no callbacks, no events, and no
-    /// random numbers. If `body` fails, the whole capture does: it ends with [`GraphError::BodyFailed`], also if the
-    /// caller ignores the error here.
+    /// random numbers. If `body` fails, the whole capture fails with [`GraphError::BodyFailed`] when it ends, even if
+    /// the caller ignores the error here.
     pub fn if_node<R>(&mut self, flag: Flag, body: impl FnOnce(&mut Capture<'_>) -> Result<R>) -> Result<R> {
         self.conditional(flag, ConditionalKind::If, body)
     }
 
-    /// Captures a body that runs while `flag` is true: it is read before the first run and after each. The body must
-    /// change the flag, or it runs for ever. Otherwise as [`if_node`](Self::if_node).
+    /// Captures a body that runs while `flag` is true. The flag is read before the first run and after each run. The
+    /// body must change the flag, or it runs forever. Otherwise as [`if_node`](Self::if_node).
     pub fn while_node<R>(&mut self, flag: Flag, body: impl FnOnce(&mut Capture<'_>) -> Result<R>) -> Result<R> {
         self.conditional(flag, ConditionalKind::While, body)
     }
@@ -107,7 +107,7 @@ impl Capture<'_> {
             return Err(GraphError::NoConditionalNodes { device: device.id() }.into());
         }
         let value = self.open.buffers.address(flag.at, flag.bytes)?;
-        // The device would fault when it reads it, and be unusable from then on.
+        // A misaligned read would fault and make the device unusable.
         if !value.0.is_multiple_of(flag.bytes) {
             return Err(GraphError::FlagAlignment { offset: flag.at.offset }.into());
         }
@@ -116,7 +116,7 @@ impl Capture<'_> {
         let kernel = device.kernel(&FLAGS, flag.kernel())?;
         let body_stream = self.open.body_streams.pop().map_or_else(|| device.lease_stream(), Ok)?;
         let node = device.driver().conditional_create(self.stream.id(), 0)?;
-        // From here on the graph has a condition that needs a node, and then a node that needs a body.
+        // From now on the graph has a condition that needs a node, and later a node that needs a body.
         let mut guard = FailOnDrop { capture: self, error: Some(GraphError::BodyPanicked.into()) };
         let outcome = guard.capture.capture_node(&NewNode { kind, node, value, kernel }, &body_stream, body);
         guard.error = outcome.as_ref().err().cloned();
@@ -139,7 +139,7 @@ impl Capture<'_> {
             driver.conditional_begin(self.stream.id(), node.node, node.kind, stream.id(), self.open.mode)?;
             instance.captures().add(stream, &self.open.record, true)
         };
-        // Ended also after an error or a panic.
+        // The body's capture is ended even after an error or a panic.
         let outcome = catch_unwind(AssertUnwindSafe(|| self.capture_body(begun?, node, stream, body)));
         let ended = self.end_body(stream);
         match outcome {
@@ -178,7 +178,7 @@ impl Capture<'_> {
                 retired.destroy(stream.driver(), GraphObject::Template(graph));
                 Ok(())
             }
-            // One that is still under way ends with the capture around it.
+            // A capture that is still active ends with the enclosing one.
             EndOutcome::Failed(error) | EndOutcome::StillUnderWay(error) => {
                 Err(GraphError::CaptureFailed { error }.into())
             }

@@ -1,5 +1,4 @@
-//! The end of a capture: on the driver first, then everything else whether that succeeded or not, and only then the
-//! error.
+//! The end of a capture: first on the driver, then everything else even if that failed; the error is returned last.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
@@ -17,11 +16,11 @@ use crate::generator::CapturedGenerators;
 use crate::{Error, Result, Stream};
 
 impl Graph {
-    /// Captures what `body` puts into `stream`, which is the thread's current stream meanwhile.
+    /// Captures the work that `body` enqueues in `stream`, which is the thread's current stream during the call.
     ///
     /// The capture is over when this returns. After an error (of `body`, or of an invalidated capture) or a panic the
-    /// graph is as before, and can capture again. An error of `body` is returned, except where it only says that the
-    /// capture was invalidated and the end of the capture says why.
+    /// graph is as before, and can capture again. An error of `body` is returned, unless it only reports that the
+    /// capture was invalidated and the end of the capture reports the cause.
     pub fn capture<R>(
         &mut self,
         stream: &Stream,
@@ -44,11 +43,11 @@ impl Graph {
         }
     }
 
-    /// Ends the capture that [`capture_begin`](Self::capture_begin) began, on the same stream, and, except in relaxed
-    /// mode, on the same thread; elsewhere it is an error and changes nothing.
+    /// Ends the capture that [`capture_begin`](Self::capture_begin) began. It must be called for the same stream and,
+    /// except in relaxed mode, on the same thread; otherwise it fails and changes nothing.
     ///
-    /// If the capture failed on the driver, it is over all the same and the graph is as new;
-    /// [`GraphError::CaptureFailed`] says why.
+    /// If the capture failed on the driver, it is over nevertheless and the graph is as new;
+    /// [`GraphError::CaptureFailed`] gives the cause.
     pub fn capture_end(&mut self, stream: &Stream) -> Result<()> {
         self.device.instance().expect_own_process("capture_end")?;
         let Stage::Capturing(open) = &self.stage else {
@@ -81,8 +80,8 @@ impl Graph {
         }
     }
 
-    /// Frees everything that the graph holds; it can capture again then. A capture that is under way is ended and
-    /// discarded. What the driver cannot destroy is logged as a warning and retried later.
+    /// Frees everything that the graph holds, so that it can capture again. An active capture is ended and discarded.
+    /// Driver objects that cannot be destroyed are logged as warnings and retried later.
     pub fn reset(&mut self) -> Result<()> {
         self.device.instance().expect_own_process("reset")?;
         if self.is_capturing() {
@@ -101,8 +100,8 @@ impl Graph {
         Ok(())
     }
 
-    /// Ends the capture on the driver and takes it out of the graph, which is as new afterwards. `None` if there is
-    /// none.
+    /// Ends the capture on the driver and removes it from the graph, which is as new afterwards. `None` if there is no
+    /// capture.
     fn end_on_driver(&mut self) -> Result<Option<(OpenCapture, GraphId)>> {
         let open = match std::mem::replace(&mut self.stage, Stage::New) {
             Stage::Capturing(open) => open,
@@ -133,7 +132,7 @@ impl Graph {
         }
     }
 
-    /// Makes the graph of a capture that has ended.
+    /// Builds the graph of a capture that has ended.
     fn finish(&self, open: OpenCapture, template: GraphId) -> Result<Captured> {
         let driver = self.device.driver();
         let is_empty = driver.graph_topology(template)?.nodes.is_empty();
@@ -170,7 +169,7 @@ impl Graph {
     }
 }
 
-/// The body's error, unless it only says that the capture was invalidated, and the end says why.
+/// The body's error, unless it only reports that the capture was invalidated, and the end reports the cause.
 fn most_specific(error: Error, end: Option<Error>) -> Error {
     match (&error, end) {
         (Error::Driver(driver), Some(end)) if driver.code == ErrorCode::StreamCaptureInvalidated => end,

@@ -1,15 +1,17 @@
 //! The graph: its stages, and everything that is neither capturing nor replaying.
 //!
 //! # The memory of a graph that is reset or dropped
-//! Replays may be under way when a graph is reset or dropped, on streams that its memory was not allocated for. Nothing
-//! waits for them there:
-//! - The use of its blocks on every stream of a replay was recorded, so the allocator reuses them after those.
+//! Replays may be under way when a graph is reset or dropped, on streams that its memory was not allocated for. Neither
+//! call waits for them:
+//! - The use of its blocks on every stream of a replay was recorded, so the allocator reuses them only after the
+//!   replays.
 //! - Its own pool serves no requests once its last user is gone. The pool's memory returns to the driver when the
 //!   allocator is trimmed or runs out; that waits for the streams of replays.
 //! - In a pool with other users, replays must not overlap: graphs that share one are ordered by the program.
-//! - Pinned blocks, owned or used in passing, return to their allocator with the last graph of the pool, and are reused
-//!   after the streams of replays.
-//! - The executable is destroyed, or left to be destroyed by a destructor; launches under way complete either way.
+//! - Pinned blocks, owned or only used, return to their allocator with the last graph of the pool, and are reused only
+//!   after the work of the replay streams.
+//! - The executable is destroyed, or, by a destructor, left to be destroyed later; launches under way complete either
+//!   way.
 
 use std::fmt;
 use std::path::Path;
@@ -28,9 +30,9 @@ use crate::{Device, Result, Stream};
 
 /// Captured work that can be replayed any number of times.
 ///
-/// It owns what the work needs: handles of the pools that its memory came from, blocks that were moved into it or
-/// shared with it (also pinned ones), workspaces and generators' slots. In safe Rust none of that can be freed before
-/// the graph is. See the [module](super) for an example.
+/// It owns the resources of the work: handles of the pools that its memory came from, blocks that were moved into it or
+/// shared with it (including pinned ones), workspaces and generators' slots. In safe Rust none of them can be freed
+/// before the graph. See the [module](super) for an example.
 ///
 /// A block that a graph keeps cannot be used by others:
 /// ```compile_fail,E0382
@@ -133,7 +135,7 @@ impl Graph {
         self.options
     }
 
-    /// Whether a capture of it is under way.
+    /// Whether a capture of it is active.
     #[must_use]
     pub fn is_capturing(&self) -> bool {
         matches!(self.stage, Stage::Capturing(_))
@@ -145,18 +147,18 @@ impl Graph {
         matches!(self.stage, Stage::Captured(_))
     }
 
-    /// Whether the capture contains no work. Most often the work went to another stream or device then.
+    /// Whether the capture contains no work. The usual cause is work that was enqueued in another stream or device.
     pub fn is_empty(&self) -> Result<bool> {
         Ok(self.captured()?.is_empty)
     }
 
     /// The pool that its memory comes from, for [sharing](super::CaptureOptions::pool) it. A clone of the handle keeps
-    /// the pool also after the graph.
+    /// the pool alive even after the graph is gone.
     pub fn pool(&self) -> Result<&MemPool> {
         Ok(&self.captured()?.pools[0])
     }
 
-    /// All pools that it retains, the one that its memory comes from first. Empty if it holds nothing.
+    /// All pools that it retains, starting with the one that its memory comes from. Empty if it holds nothing.
     #[must_use]
     pub fn pools(&self) -> &[MemPool] {
         match &self.stage {
@@ -203,7 +205,8 @@ impl Graph {
         }
     }
 
-    /// Instantiates a graph that keeps its template, or instantiates it again. The first replay does it otherwise.
+    /// Instantiates a graph that keeps its template, or instantiates it again. Without this call the first replay does
+    /// it.
     pub fn instantiate(&mut self) -> Result<()> {
         let template = self.template()?;
         let driver = self.device.driver();
@@ -257,14 +260,14 @@ impl Graph {
         }
     }
 
-    /// The template, if the user has it kept.
+    /// The template, if it is kept.
     fn template(&self) -> Result<GraphId> {
         let captured = self.captured()?;
         let template = captured.template.filter(|_| self.options.keep_graph);
         Ok(template.ok_or(GraphError::NotKept)?)
     }
 
-    /// Fails unless `stream` is one of the graph's device.
+    /// Fails unless `stream` belongs to the graph's device.
     #[inline]
     pub(super) fn expect_own(&self, stream: &Stream) -> Result<()> {
         self.device.instance().expect_same(stream.instance(), "the stream")?;

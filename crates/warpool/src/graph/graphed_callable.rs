@@ -1,9 +1,9 @@
 //! A function on device memory that is captured once per shape, and then replayed.
 //!
 //! Launching many small kernels one by one costs more than running them; a graph launches them all at once, but its
-//! addresses and sizes are fixed. So a [`GraphedCallable`] captures one graph for each shape that its user names,
-//! copies the inputs of a call to where that graph reads them, and replays. Any other shape runs without a graph, and
-//! the outcome says why.
+//! addresses and sizes are fixed. So a [`GraphedCallable`] captures one graph for each shape that its user lists,
+//! copies the inputs of a call to where that graph reads them, and replays it. Any other shape runs without a graph,
+//! and the outcome tells why.
 //!
 //! The graphs share one pool and the memory of their inputs: only one of them runs at a time. Shapes are captured from
 //! the largest to the smallest, so that the smaller ones fit into memory that the larger ones have freed.
@@ -47,7 +47,7 @@ pub struct GraphReport<S> {
     pub bytes_added: u64,
     /// How much of the pool's memory its outputs occupy.
     pub bytes_outputs: u64,
-    /// Why it could not be captured, if so: calls of it run without a graph.
+    /// The error, if it could not be captured: its calls run without a graph then.
     pub failed: Option<Error>,
 }
 
@@ -62,18 +62,18 @@ pub struct GraphedCallable<C: Callable> {
     /// The graphs' inputs: one block per input, as large as the largest shape needs.
     inputs: Vec<Arc<DeviceBlock>>,
     bytes_inputs: u64,
-    /// The stream of the last call that used the graphs' memory: the next one waits for it.
+    /// The stream of the last call that used the graphs' memory. The next call waits for it.
     last: Option<Stream>,
     /// The streams whose use of the inputs is recorded.
     recorded: Vec<StreamId>,
-    /// For warm-ups and captures. Leased as long as memory that was allocated for it is in use.
+    /// For warm-ups and captures. The lease is kept as long as memory that was allocated for it is in use.
     side_stream: StreamLease,
 }
 
 impl<C: Callable> GraphedCallable<C> {
     /// Warms up and captures each of `shapes`. A shape that cannot be captured is [reported](Self::reports), and its
-    /// calls run without a graph. An error is returned only for a failure before that: of the memory for the inputs, or
-    /// of a warm-up.
+    /// calls run without a graph. An error is returned only for an earlier failure: allocating the inputs, or a
+    /// warm-up.
     pub fn new(
         allocator: &Arc<dyn DeviceAllocator>,
         device: &Device,
@@ -102,8 +102,8 @@ impl<C: Callable> GraphedCallable<C> {
             this.warm_up(shape, input_bytes, options.warmups)?;
         }
         if options.warmups > 0 && !shapes.is_empty() {
-            // The graphs have a pool of their own, so memory of the warm-ups is of no use to them, and cannot be
-            // reclaimed during a capture.
+            // The graphs have their own pool, so they cannot use memory of the warm-ups, which cannot be reclaimed
+            // during a capture.
             this.allocator.trim(this.device.id(), MemPoolId::DEFAULT)?;
         }
         for (shape, input_bytes) in shapes {
@@ -136,12 +136,13 @@ impl<C: Callable> GraphedCallable<C> {
         &self.callable
     }
 
-    /// Does the work for `inputs`, in the order of `stream`: with the graph of the smallest shape that can be used, or
-    /// without one.
+    /// Does the work for `inputs` in `stream`: with the graph of the smallest shape that can serve the call, or without
+    /// a graph.
     ///
-    /// Outputs of a replay are the graph's memory, valid until the next call: work that reads them must be in `stream`,
-    /// or be waited for by it, before that. An input that already is where the graph reads it ([`input`](Self::input))
-    /// is not copied. Calls on several streams run one after another on the device. An error leaves everything usable.
+    /// Outputs of a replay are the graph's memory and valid until the next call: before that, work that reads them must
+    /// be enqueued in `stream`, or `stream` must wait for it. An input that is already where the graph reads it
+    /// ([`input`](Self::input)) is not copied. Calls on several streams run one after another on the device. After an
+    /// error everything is still usable.
     pub fn call(&mut self, shape: &C::Shape, inputs: &[Input], stream: &Stream) -> Result<CallOutcome<'_, C::Shape>> {
         self.check(shape, inputs, stream)?;
         match self.choose(shape, inputs, stream)? {
@@ -162,16 +163,16 @@ impl<C: Callable> GraphedCallable<C> {
         }
     }
 
-    /// Where the graphs read input `index`: an input that is written there need not be copied. Write it after the last
-    /// call in stream order, and make the next call after the write.
+    /// The memory where the graphs read input `index`: an input that is written there need not be copied. In stream
+    /// order, the write must come after the last call and before the next one.
     #[must_use]
     pub fn input(&self, index: usize) -> Option<&DeviceBlock> {
         self.inputs.get(index).map(|block| &**block)
     }
 
-    /// Frees the graphs and what they hold. Returns the callable.
+    /// Frees the graphs and everything that they hold. Returns the callable.
     pub fn close(mut self) -> Result<C> {
-        // All of them are reset, also after a failure.
+        // All of them are reset, even after a failure.
         let mut outcome = Ok(());
         for captured in &mut self.captured {
             outcome = outcome.and(captured.graph.reset());
@@ -193,7 +194,7 @@ impl<C: Callable> GraphedCallable<C> {
         Err(GraphError::CallInputs { given: given.collect(), wanted }.into())
     }
 
-    /// The graph to replay, or why there is none.
+    /// The graph to replay, or the reason why there is none.
     fn choose(
         &self,
         shape: &C::Shape,
@@ -225,13 +226,13 @@ impl<C: Callable> GraphedCallable<C> {
         inputs.iter().any(|input| self.inputs.iter().any(|block| block.ptr() == input.ptr))
     }
 
-    /// Orders later work of `stream` after the last call that used the graphs' memory; this call then is the last.
+    /// Orders later work of `stream` after the last call that used the graphs' memory, and makes this call the last.
     fn wait_for_last(&mut self, stream: &Stream) -> Result<()> {
         if let Some(last) = self.last.as_ref().filter(|&last| last != stream) {
             stream.wait_stream(last)?;
         }
         if !self.recorded.contains(&stream.id()) {
-            // Before the copies: memory whose use could not be recorded must not be used.
+            // Recorded before the copies: memory whose use could not be recorded must not be used.
             self.inputs.iter().try_for_each(|block| block.record_use(stream))?;
             self.recorded.push(stream.id());
         }
@@ -307,7 +308,7 @@ impl<C: Callable> GraphedCallable<C> {
         self.inputs.iter().zip(input_bytes).map(part).collect()
     }
 
-    /// What the graphs' pool has reserved; memory that others allocate meanwhile does not count.
+    /// The bytes that the graphs' pool has reserved; memory that others allocate meanwhile does not count.
     fn bytes_in(&self, pool: Option<&MemPool>) -> Result<u64> {
         let Some(pool) = pool else { return Ok(0) };
         let stats = self.allocator.stats(self.device.id())?;

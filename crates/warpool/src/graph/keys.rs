@@ -1,5 +1,5 @@
-//! Names of the memory that a graph owns. A key is a number, so it can be kept beside the graph without borrowing it;
-//! it is valid only for the capture that returned it, and for the graph of that capture.
+//! Keys of the memory that a graph owns. A key is a number, so it can be stored next to the graph without borrowing it.
+//! It is valid only for the capture that returned it, and for the graph of that capture.
 
 /// Declares the key of one kind of memory, and addresses in it.
 macro_rules! keys {
@@ -21,7 +21,7 @@ macro_rules! keys {
         }
 
         impl $key {
-            /// The address `offset` bytes from its start.
+            /// The address `offset` bytes after its start.
             #[must_use]
             pub const fn at(self, offset: u64) -> $offset {
                 $offset { key: self, offset }

@@ -44,13 +44,13 @@
 //!
 //! - A [`Graph`] has three stages: new, capturing, captured. [`Graph::reset`] and a failed capture make it new again.
 //! - [`Graph::capture`] captures in a scope, [`Capture`], that cannot be left incomplete. [`Graph::capture_begin`] and
-//!   [`Graph::capture_end`] are for callers from other languages; [`Graph::scope`] gives them the same scope in
+//!   [`Graph::capture_end`] are for callers from other languages; [`Graph::scope`] gives these the same scope in
 //!   between.
 //! - Memory that is requested on streams of a capture comes from the graph's pool, whether by the scope, a library or
 //!   the program's own allocations. The graph owns what the *scope* allocates or takes ([`Capture::allocate`],
 //!   [`Capture::keep`], [`Capture::share`]) until it is reset or dropped; it is accessed by [`BufferKey`]. Blocks that
-//!   are allocated without the scope belong to the program: freed in the capture, their memory is reused in it; freed
-//!   later, it stays in the pool.
+//!   are allocated without the scope belong to the program: if they are freed in the capture, their memory is reused in
+//!   it; if they are freed later, it stays in the pool.
 //! - Pinned host memory: [`Capture::allocate_host`], [`Capture::keep_host`] and [`Capture::share_host`] give it to the
 //!   graph, by [`HostKey`], for copies and kernels. A pinned block that is used in a capture without the scope, and
 //!   whose use is recorded ([`HostBlock::record_use`](crate::memory::HostBlock::record_use)), is kept by the graph too.
@@ -60,23 +60,23 @@
 //!
 //! # Life of a capture
 //! 1. Everything that can be checked is checked. Driver objects of dropped graphs are destroyed.
-//! 2. The pool is made or retained; requests for the stream are routed to it; the allocator and the `Instance` count
-//!    the capture. From here on no allocator records an event in the stream.
-//! 3. Polling guards are waited for; then the driver's capture begins, and requests are routed by its id:
-//!    requests of streams that join the capture go to the pool too.
-//! 4. Work is put into streams. Libraries and generators find the capture of a stream, and store there what the graph
-//!    will need.
-//! 5. The driver's capture ends. Routing, counts and the registry's entry end with it, also if the driver failed.
-//! 6. If all went well, the template is instantiated, and kept or destroyed. If not, everything that the capture had is
+//! 2. The pool is created or retained; requests for the stream are routed to it; the allocator and the `Instance` count
+//!    the capture. From now on no allocator records an event in the stream.
+//! 3. The call waits for polling guards; then the driver's capture begins, and requests are routed by its id: requests
+//!    of streams that join the capture go to the pool too.
+//! 4. Work is enqueued in streams. Libraries and generators look up the capture of a stream, and store objects that the
+//!    graph needs there.
+//! 5. The driver's capture ends. Routing, counts and the registry's entry end with it, even if the driver failed.
+//! 6. On success, the template is instantiated, and kept or destroyed. On failure, everything that the capture held is
 //!    freed, and the graph is as new.
 //!
 //! # Differences from PyTorch
-//! - A graph that was captured can be captured again after a reset, and after a failed capture at once.
-//! - A graph owns what its scope was given. In PyTorch the program must keep inputs and outputs alive.
+//! - A captured graph can be captured again after a reset; after a failed capture, no reset is needed.
+//! - A graph owns the memory that its scope was given. In PyTorch the program must keep inputs and outputs alive.
 //! - Replays on several streams, and graphs that are dropped while they run, are safe for the memory that a graph owns
-//!   and for its own pool, also with expandable segments: a graph knows the streams on which its replays may be under
+//!   and for its own pool, including expandable segments: a graph records the streams on which its replays may be under
 //!   way, and its memory waits for them when it is dropped.
-//! - A capture waits for threads that poll, which PyTorch once did; here with guards instead of counters, and with a
+//! - A capture waits for threads that poll, as PyTorch once did, but with guards instead of counters, and with a
 //!   timeout.
 //! - Dropping a graph makes no driver call; its driver objects are destroyed by the next capture or reset on the
 //!   device.

@@ -12,23 +12,23 @@ use crate::{Error, Stream, StreamLease};
 
 pub(super) struct OpenCapture {
     pub(super) registration: Registration,
-    /// Where it began.
+    /// The stream that it began on.
     pub(super) stream: Stream,
     pub(super) id: CaptureId,
     pub(super) mode: CaptureMode,
-    /// Where it has to end, unless it is relaxed.
+    /// The thread that has to end it, unless its mode is relaxed.
     pub(super) thread: ThreadId,
     pub(super) record: Arc<CaptureRecord>,
     pub(super) buffers: Buffers,
-    /// Why it must fail, whatever the driver returns.
+    /// The error with which it must fail, whatever the driver returns.
     pub(super) failed: Option<Error>,
-    /// Streams that bodies were captured on. Leased until the end: work of others on them would not be ordered after
-    /// the bodies, and would get their memory.
+    /// Streams that bodies were captured on. Leased until the end: work of other users on them would not be ordered
+    /// after the bodies, and could get their memory.
     pub(super) body_streams: Vec<StreamLease>,
 }
 
 impl OpenCapture {
-    /// Leaves the capture of a dropped graph to be ended later. No driver call.
+    /// Leaves the capture of a dropped graph to be ended later. Makes no driver call.
     pub(super) fn abandon(mut self) {
         self.registration.abandon(&self.stream, Some(self.id));
     }

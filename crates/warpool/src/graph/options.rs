@@ -10,7 +10,7 @@ use crate::memory::MemPool;
 /// Options of a graph.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphOptions {
-    /// Whether the captured template is kept after instantiation: for [`Graph::raw`](super::Graph::raw),
+    /// Whether the captured template is kept after instantiation, for [`Graph::raw`](super::Graph::raw),
     /// [`Graph::dot`](super::Graph::dot) and instantiating it again. It is then instantiated at the first replay, not
     /// when the capture ends.
     pub keep_graph: bool,
@@ -20,10 +20,11 @@ pub struct GraphOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CaptureOptions<'p> {
     /// The pool of its memory: that of another graph ([`Graph::pool`](super::Graph::pool)), or one that the program
-    /// made; of the graph's allocator and device. The graph then uses it too. `None` makes a new pool.
+    /// created. It must belong to the graph's allocator and device. The graph then uses it too. `None` creates a new
+    /// pool.
     ///
-    /// Graphs that share a pool use the same memory at different times. So their replays must not overlap, and must
-    /// come in the order of their captures wherever one reads the output of another.
+    /// Graphs that share a pool use the same memory at different times. So their replays must not overlap, and must run
+    /// in the order of their captures if one reads the output of another.
     pub pool: Option<&'p MemPool>,
     /// Which calls of other threads invalidate it. See [`capture_mode`] for the names.
     pub mode: CaptureMode,
@@ -32,14 +33,14 @@ pub struct CaptureOptions<'p> {
 }
 
 impl<'p> CaptureOptions<'p> {
-    /// With memory from `pool`.
+    /// Sets the pool of its memory.
     #[must_use]
     pub const fn with_pool(mut self, pool: &'p MemPool) -> Self {
         self.pool = Some(pool);
         self
     }
 
-    /// In that mode.
+    /// Sets the capture mode.
     #[must_use]
     pub const fn with_mode(mut self, mode: CaptureMode) -> Self {
         self.mode = mode;

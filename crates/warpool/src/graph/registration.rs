@@ -1,5 +1,5 @@
-//! What a capture has registered outside of the driver: uses of pools, routing of requests, counts, and entries of the
-//! capture registry. Dropping it undoes all of that, without a driver call.
+//! The state of a capture outside of the driver: uses of pools, routing of requests, counts, and entries of the capture
+//! registry. Dropping it undoes all of that, without a driver call.
 
 use std::sync::Arc;
 
@@ -13,17 +13,17 @@ use crate::{Device, Result, Stream};
 pub(super) struct Registration {
     allocator: Arc<dyn DeviceAllocator>,
     device: Device,
-    /// Each with one use by the graph. The first is where its memory comes from.
+    /// Each with one use by the graph. Its memory comes from the first.
     pools: Vec<MemPool>,
     routing: bool,
     /// Whether the allocator and the `Instance` count the capture.
     counted: bool,
-    /// In the registry: the capture, then the bodies that are open in it.
+    /// Entries of the registry: the capture, then the bodies that are open in it.
     captures: Vec<CaptureId>,
 }
 
 impl Registration {
-    /// With one use of `pool`, or of a new pool.
+    /// A registration with one use of `pool`, or of a new pool.
     pub(super) fn new(allocator: &Arc<dyn DeviceAllocator>, device: &Device, pool: Option<&MemPool>) -> Result<Self> {
         let pool = match pool {
             Some(pool) => pool.another_use()?,
@@ -47,7 +47,7 @@ impl Registration {
         &self.device
     }
 
-    /// Where the memory comes from.
+    /// The pool that the memory comes from.
     pub(super) fn pool(&self) -> &MemPool {
         &self.pools[0]
     }
@@ -118,7 +118,7 @@ impl Registration {
         }
     }
 
-    /// Leaves a capture to be ended later. Its stream still captures, so it stays counted until then.
+    /// Leaves a capture to be ended later. Its stream is still capturing, so it stays counted until then.
     pub(super) fn abandon(&mut self, stream: &Stream, id: Option<CaptureId>) {
         if std::mem::take(&mut self.counted) {
             let allocator = Arc::downgrade(&self.allocator);
@@ -127,7 +127,7 @@ impl Registration {
         }
     }
 
-    /// Undoes everything but the uses of pools, which it returns: they are the graph's from here on.
+    /// Undoes everything except the uses of pools, which it returns: the graph owns them from now on.
     pub(super) fn close(mut self) -> Vec<MemPool> {
         self.undo();
         std::mem::take(&mut self.pools)

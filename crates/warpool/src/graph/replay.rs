@@ -1,8 +1,8 @@
 //! Replays.
 //!
 //! A replay of a graph without generators and typed work is one driver call: no lock, no allocation, no counter. Typed
-//! work takes one lock where one stream uses all its memory, else one per buffer. Only the first replay on each stream
-//! does more: it adds the stream to those that the graph's memory waits for when the graph is dropped.
+//! work takes one lock if a single stream uses all its memory, else one per buffer. Only the first replay on each
+//! stream does more: it adds the stream to those that the graph's memory waits for when the graph is dropped.
 
 use std::panic::Location;
 
@@ -14,17 +14,17 @@ use crate::error::GraphError;
 use crate::{Result, Stream, launch, lock};
 
 impl Graph {
-    /// Launches the captured work, in the order of `stream`, which may be any stream of the device, also the default
-    /// one. Returns at once.
+    /// Launches the captured work in `stream`, which may be any stream of the device, including the default stream.
+    /// Returns at once.
     ///
-    /// Two replays of one graph never overlap, whatever their streams. Generators that were used in the capture give
+    /// Two replays of one graph never overlap, even on different streams. Generators that were used in the capture give
     /// each replay the next numbers. A graph that keeps its template is instantiated at its first replay.
     ///
-    /// [`Error::MemoryAsleep`](crate::Error::MemoryAsleep) while memory [sleeps](crate::memory::Tags) that the graph
-    /// owns or that typed work in it uses. The program has to know of memory that it named by address alone, and of
-    /// tags that another thread puts to sleep at this moment.
+    /// [`Error::MemoryAsleep`](crate::Error::MemoryAsleep) if memory that the graph owns, or that typed work in it
+    /// uses, is [asleep](crate::memory::Tags). The program itself has to take care of memory that it passed only by
+    /// address, and of tags that another thread is putting to sleep at the same time.
     ///
-    /// A replay cannot be captured: on a stream that captures it is [`GraphError::StreamCaptures`], and the capture
+    /// A replay cannot be captured: on a capturing stream it fails with [`GraphError::StreamCaptures`], and the capture
     /// stays valid.
     #[inline]
     #[track_caller]
@@ -64,7 +64,7 @@ impl Graph {
         self.launch_with_generators(captured, exec, stream)
     }
 
-    /// Fails where a launch would invalidate a capture. Called only while captures of graphs are under way.
+    /// Fails if a launch would invalidate a capture. Called only while captures of graphs are active.
     #[cold]
     fn expect_no_capture(&self, stream: &Stream) -> Result<()> {
         if stream.is_capturing()? {
@@ -73,7 +73,7 @@ impl Graph {
         Ok(())
     }
 
-    /// The executable, instantiated if it was not.
+    /// The executable; instantiates the graph if necessary.
     #[cold]
     fn exec(&self, captured: &Captured) -> Result<GraphExecId> {
         self.device.instance().expect_own_process("replay")?;

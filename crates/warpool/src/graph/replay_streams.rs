@@ -1,9 +1,9 @@
-//! The streams on which replays of a graph may be under way, each until its work is found to be done: a graph may see
-//! tens of thousands of streams in its life.
+//! The streams on which replays of a graph may be under way. A stream is removed once its work is found to be done: a
+//! graph may be replayed on tens of thousands of streams in its life.
 //!
-//! For the streams of recent replays, reading takes no lock. Streams are forgotten while other threads replay: so a
+//! For the streams of recent replays, reading takes no lock. Streams are removed while other threads replay. So a
 //! replay reads [`ReplayStreams::ticket`] before the launch and calls [`ReplayStreams::launched`] after it. If streams
-//! were forgotten in between, its own is added again.
+//! were removed in between, its own is added again.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -17,26 +17,26 @@ use crate::{Instance, lock};
 /// How many streams are found without a lock.
 const RECENT: usize = 8;
 
-/// With fewer streams than this, none is forgotten.
+/// With fewer streams than this, none is removed.
 const FORGET_AT: usize = 64;
 
 pub(super) struct ReplayStreams {
     /// Streams that are in the table, each plus 1, by the low bits of their numbers.
     recent: [AtomicU64; RECENT],
-    /// How often streams were about to be forgotten.
+    /// How many rounds of removing streams have begun.
     rounds: AtomicU64,
     table: Mutex<Table>,
 }
 
 struct Table {
-    /// With the number of the replay that was last recorded.
+    /// Each with the number of the replay that was last recorded.
     streams: FxHashMap<StreamId, u64>,
     replays: u64,
-    /// With this many streams, those whose work is done are forgotten.
+    /// At this number of streams, those whose work is done are removed.
     forget_at: usize,
 }
 
-/// What a replay has to pass on after its launch.
+/// A token from before the launch, to be passed to [`ReplayStreams::launched`].
 #[derive(Clone, Copy)]
 pub(super) struct Ticket {
     round: u64,
@@ -51,17 +51,17 @@ impl Default for ReplayStreams {
 }
 
 impl ReplayStreams {
-    /// To be called before a launch on `stream`.
+    /// Called before a launch on `stream`.
     #[inline]
     pub(super) fn ticket(&self, stream: StreamId) -> Ticket {
         let round = self.rounds.load(Ordering::SeqCst);
         Ticket { round, is_recent: self.recent(stream).load(Ordering::SeqCst) == stream.0 + 1 }
     }
 
-    /// The launch was made. Streams whose work is done may be forgotten, with driver calls.
+    /// Called after the launch. May remove streams whose work is done, with driver calls.
     #[inline]
     pub(super) fn launched(&self, stream: StreamId, ticket: Ticket, instance: &Instance) {
-        // Either a thread that forgets streams sees the launch, or this sees that it is about to.
+        // Either a thread that removes streams sees the launch, or this thread sees that a round has begun.
         fence(Ordering::SeqCst);
         if !ticket.is_recent || self.rounds.load(Ordering::SeqCst) != ticket.round {
             self.add(stream, instance);
@@ -76,7 +76,7 @@ impl ReplayStreams {
         table.streams.insert(stream, replay);
         self.recent(stream).store(stream.0 + 1, Ordering::SeqCst);
         if table.streams.len() >= table.forget_at {
-            // Meanwhile no other thread does the same, unless there are many more.
+            // Keeps other threads from doing the same meanwhile, unless there are many more streams.
             table.forget_at = table.streams.len() * 2;
             let candidates: Vec<(StreamId, u64)> =
                 table.streams.iter().map(|(&stream, &replay)| (stream, replay)).collect();
@@ -86,15 +86,15 @@ impl ReplayStreams {
         }
     }
 
-    /// From here on every replay records its stream anew. The order of the two steps is what [`ticket`](Self::ticket)
-    /// relies on.
+    /// From now on every replay records its stream again. [`ticket`](Self::ticket) relies on the order of the two
+    /// steps.
     fn begin_round(&self) {
         self.recent.iter().for_each(|recent| recent.store(0, Ordering::SeqCst));
         self.rounds.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// Forgets those of the candidates whose work is done and that no replay used meanwhile.
+    /// Removes the candidates whose work is done and that no replay has used meanwhile.
     fn forget(&self, candidates: &[(StreamId, u64)], instance: &Instance) {
         let done = finished(candidates, instance);
         let mut table = lock(&self.table);
@@ -119,8 +119,8 @@ impl ReplayStreams {
     }
 }
 
-/// The candidates whose work is done. Of those that were destroyed, whose last work may still run, one is left for all:
-/// what waits for a destroyed stream waits for the devices.
+/// The candidates whose work is done. Of the destroyed streams, whose last work may still run, one is kept for all: a
+/// wait for a destroyed stream is a wait for the devices.
 fn finished(candidates: &[(StreamId, u64)], instance: &Instance) -> Vec<(StreamId, u64)> {
     // A query would invalidate a capture of the stream.
     let Some(_held_off) = instance.hold_off_captures() else { return Vec::new() };
@@ -229,7 +229,7 @@ mod tests {
         let graph = context.sim.capture_end(capturing).unwrap();
         context.sim.graph_destroy(graph).unwrap();
         assert_eq!(streams.take().len(), all.len() + 1);
-        // A capture that Warpool does not know: its stream is not queried either.
+        // A capture that Warpool does not know about: its stream is not queried either.
         let capturing = context.stream();
         context.sim.capture_begin(capturing, CaptureMode::Relaxed).unwrap();
         context.replay(&streams, capturing);
@@ -241,7 +241,7 @@ mod tests {
         assert!(streams.take().contains(&capturing));
     }
 
-    /// Streams are forgotten between the ticket and the launch, or between the launch and its record.
+    /// Streams are removed between the ticket and the launch, or between the launch and its record.
     #[test]
     fn a_replay_that_meets_a_round_is_recorded_again() {
         let context = Context::new();

@@ -1,6 +1,6 @@
-//! What dropped graphs leave on the driver. A destructor must not call the driver, so templates, executables and
-//! captures that were not ended wait here until the next capture or reset on the device, or until the
-//! [`Instance`](crate::Instance) is closed.
+//! Driver objects of dropped graphs. A destructor must not call the driver, so templates, executables and captures that
+//! were not ended stay here until the next capture or reset on the device, or until the [`Instance`](crate::Instance)
+//! is closed.
 //!
 //! Nothing here keeps an allocator alive: an allocator keeps the `Instance` alive, which owns this.
 
@@ -28,7 +28,7 @@ pub(super) enum GraphObject {
     Exec(GraphExecId),
 }
 
-/// A capture whose graph was dropped before it ended. Its stream still captures, so it still counts as under way.
+/// A capture whose graph was dropped before it ended. Its stream is still capturing, so it still counts as active.
 pub(super) struct AbandonedCapture {
     pub(super) stream: StreamId,
     /// `None` if the driver never returned it.
@@ -51,12 +51,12 @@ impl RetiredGraphs {
         device.extensions().get_or_init(Self::default)
     }
 
-    /// Has `object` destroyed later. No driver call.
+    /// Leaves `object` to be destroyed later. Makes no driver call.
     pub(super) fn destroy_later(&self, object: GraphObject) {
         lock(&self.pending_destroy).push_back(object);
     }
 
-    /// Has a capture ended later. No driver call.
+    /// Leaves a capture to be ended later. Makes no driver call.
     pub(super) fn end_later(&self, capture: AbandonedCapture) {
         lock(&self.abandoned).push_back(capture);
     }
@@ -69,7 +69,7 @@ impl RetiredGraphs {
         }
     }
 
-    /// Ends and destroys what destructors left. What fails stays.
+    /// Ends the captures and destroys the objects that destructors left. Those that fail stay.
     pub(super) fn process_pending(&self, instance: &Instance) {
         let driver = &**instance.driver();
         // One at a time: another thread that calls this meanwhile still finds the rest.
@@ -114,15 +114,15 @@ impl RetiredGraphs {
         }
     }
 
-    /// Ends a capture, while no typed call is putting work into it. See [`end_on_driver`](Self::end_on_driver).
+    /// Ends a capture while no typed call is enqueuing work in it. See [`end_on_driver`](Self::end_on_driver).
     pub(super) fn end(&self, stream: &Stream, id: Option<CaptureId>) -> Result<EndOutcome> {
         let _change = stream.instance().change_captures()?;
         Ok(self.end_on_driver(stream.driver(), stream.id(), id))
     }
 
-    /// Ends a capture. A driver promises that the capture is over whatever it returns; if it fails before it has ended
-    /// anything, as by a lost connection, it is called once more, and the graph that it then returns is not used. A
-    /// capture other than `id`, which must have been ended by someone else, is left alone.
+    /// Ends a capture. A driver promises that the capture is over whatever it returns. If the call fails before the
+    /// capture has ended, for example because a connection was lost, it is made once more, and the graph that it then
+    /// returns is not used. A capture other than `id`, which must have been ended by someone else, is left alone.
     fn end_on_driver(&self, driver: &dyn Driver, stream: StreamId, id: Option<CaptureId>) -> EndOutcome {
         if let (Some(id), Ok(CaptureStatus::Capturing(now))) = (id, CaptureStatus::of(driver, stream))
             && id != now
@@ -170,12 +170,12 @@ impl Extension for RetiredGraphs {
     }
 }
 
-/// Takes a list out. It is unlocked when this returns, so that what fails can be put back.
+/// Takes all entries of a list. The list is unlocked on return, so that entries that fail can be put back.
 fn take<T>(list: &Mutex<VecDeque<T>>) -> VecDeque<T> {
     std::mem::take(&mut *lock(list))
 }
 
-/// How the end of a capture went.
+/// The result of ending a capture.
 pub(super) enum EndOutcome {
     /// It succeeded.
     Graph(GraphId),
@@ -185,8 +185,8 @@ pub(super) enum EndOutcome {
     StillUnderWay(DriverError),
 }
 
-/// Whether the error of `capture_end` says that its stream does not capture any more: what counts where the status
-/// cannot be read. A capture that is over would go on counting as under way otherwise.
+/// Whether the error of `capture_end` implies that its stream is no longer capturing. Used if the status cannot be
+/// read: otherwise a capture that is over would still count as active.
 fn says_over(error: &DriverError) -> bool {
     use ErrorCode::{
         IllegalState, InvalidHandle, StreamCaptureInvalidated, StreamCaptureUnjoined, StreamCaptureWrongThread,

@@ -7,11 +7,11 @@ use super::options::{CaptureOptions, GraphOptions};
 use crate::memory::DeviceAllocator;
 use crate::{Result, Stream};
 
-/// Captured work and the buffers that it works on, as one value: the step of a loop that is replayed again and again.
+/// Captured work and the buffers that it uses, as one value: the step of a loop that is replayed repeatedly.
 ///
-/// Buffers are any value, mostly a struct or a tuple of [`DeviceVec`](crate::DeviceVec)s and
-/// [`PinnedVec`](crate::PinnedVec)s. Moved in at the capture, they cannot be freed or used for something else while the
-/// graph may be replayed:
+/// The buffers can be any value, usually a struct or a tuple of [`DeviceVec`](crate::DeviceVec)s and
+/// [`PinnedVec`](crate::PinnedVec)s. They are moved in at the capture, so they cannot be freed or used for something
+/// else while the graph may be replayed:
 /// ```compile_fail,E0382
 /// # use std::sync::Arc;
 /// # use warpool::{DeviceVec, Stream, graph::{CaptureOptions, Step}, memory::DeviceAllocator};
@@ -32,8 +32,8 @@ use crate::{Result, Stream};
 /// # }
 /// ```
 ///
-/// Between replays they are used like any other memory: work on them is ordered with the replays, and what a replay
-/// reads of pinned memory is written with [`PinnedVec::host_mut`](crate::PinnedVec::host_mut).
+/// Between replays they are used like any other memory: work on them is ordered with the replays, and pinned memory
+/// that a replay reads is written with [`PinnedVec::host_mut`](crate::PinnedVec::host_mut).
 /// ```
 /// # use std::sync::Arc;
 /// # use warpool::{DeviceVec, Instance, PinnedVec, driver::sim::{SimConfig, SimDriver}};
@@ -65,8 +65,8 @@ pub struct Step<B> {
 }
 
 impl<B> Step<B> {
-    /// Captures the work that `work` queues in the stream that it is given, on the buffers that it is given. After an
-    /// error the buffers are dropped.
+    /// Captures the work that `work` enqueues in the given stream, on the given buffers. After an error the buffers are
+    /// dropped.
     pub fn capture(
         allocator: &Arc<dyn DeviceAllocator>,
         stream: &Stream,
@@ -79,33 +79,32 @@ impl<B> Step<B> {
         Ok(Self { graph, buffers })
     }
 
-    /// Launches the captured work, in the order of `stream`; see [`Graph::replay`].
+    /// Launches the captured work in `stream`; see [`Graph::replay`].
     #[track_caller]
     pub fn replay(&self, stream: &Stream) -> Result<()> {
         self.graph.replay(stream)
     }
 
-    /// The buffers.
+    /// The buffers of the captured work.
     #[must_use]
     pub fn buffers(&self) -> &B {
         &self.buffers
     }
 
-    /// The buffers, to be written between replays. A buffer that is replaced here stays with the graph: replays go on
-    /// to use the one that was captured.
+    /// The buffers, to be written between replays. If a buffer is replaced here, the graph keeps the captured one, and
+    /// replays continue to use it.
     #[must_use]
     pub fn buffers_mut(&mut self) -> &mut B {
         &mut self.buffers
     }
 
-    /// The graph.
+    /// The captured graph.
     #[must_use]
     pub fn graph(&self) -> &Graph {
         &self.graph
     }
 
-    /// Gives the buffers back and drops the graph. Replays under way complete; later work on the buffers waits for
-    /// them.
+    /// Returns the buffers and drops the graph. Replays under way complete; later work on the buffers waits for them.
     #[must_use]
     pub fn into_buffers(self) -> B {
         self.buffers

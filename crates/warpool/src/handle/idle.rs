@@ -12,7 +12,7 @@ use warpool_driver::fork::Origin;
 
 use crate::lock;
 
-/// Which pool. Never reused in a process.
+/// Identifies a pool. Never reused in a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PoolKey(u64);
 
@@ -25,7 +25,8 @@ impl PoolKey {
 
 /// The handles of one pool.
 pub(super) struct IdleHandles<H> {
-    /// Set once, for good. Read under a device's lock where handles are moved, without it where one is already owned.
+    /// Set once and never cleared. Read under a device's lock when handles are moved, and without it when one is
+    /// already owned.
     closed: AtomicBool,
     by_device: Box<[Mutex<DeviceHandles<H>>]>,
     origin: Origin,
@@ -50,12 +51,13 @@ impl<H> IdleHandles<H> {
         Self { closed: AtomicBool::new(false), by_device, origin: Origin::here() }
     }
 
-    /// Without a lock: a thread that is not synchronized with the closing one may see it later.
+    /// Read without a lock: a thread that is not synchronized with the closing one may see it later.
     pub(super) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Relaxed)
     }
 
-    /// From here on handles are only returned, and leaked. Idle ones stay until [`take_all`](Self::take_all).
+    /// Closes the pool: from now on handles are only returned, and leaked. Idle ones stay until
+    /// [`take_all`](Self::take_all).
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::Relaxed);
     }
@@ -69,7 +71,7 @@ impl<H> IdleHandles<H> {
         Ok(handles.idle.pop().map(|handle| self.acquired(device, handle)))
     }
 
-    /// Counts a handle that was just created. If the pool was closed meanwhile, returns it to be destroyed.
+    /// Counts a handle that was just created. If the pool was closed meanwhile, returns the handle to be destroyed.
     pub(super) fn add(self: &Arc<Self>, device: DeviceId, handle: H) -> Result<Acquired<H>, H> {
         let mut handles = lock(self.of(device));
         if self.is_closed() {
@@ -79,14 +81,14 @@ impl<H> IdleHandles<H> {
         Ok(self.acquired(device, handle))
     }
 
-    /// Takes all idle handles of a device out, to be destroyed.
+    /// Takes all idle handles of a device, to be destroyed.
     pub(super) fn take_all(&self, device: DeviceId) -> Vec<H> {
         let mut handles = lock(self.of(device));
         handles.alive -= handles.idle.len();
         std::mem::take(&mut handles.idle)
     }
 
-    /// Puts back handles that could not be destroyed, also into a closed pool. They are reused last.
+    /// Puts back handles that could not be destroyed, even into a closed pool. They are reused last.
     pub(super) fn put_back(&self, device: DeviceId, undestroyed: Vec<H>) {
         let mut handles = lock(self.of(device));
         handles.alive += undestroyed.len();
@@ -107,14 +109,14 @@ impl<H> IdleHandles<H> {
         Acquired { handle: Some(handle), device, pool: Arc::downgrade(self) }
     }
 
-    /// `device` is one of the pool's own `Instance`: callers have checked it.
+    /// `device` belongs to the pool's `Instance`: callers have checked it.
     fn of(&self, device: DeviceId) -> &Mutex<DeviceHandles<H>> {
         &self.by_device[device.0 as usize]
     }
 
     fn release(&self, device: DeviceId, handle: H) {
         if !self.origin.is_here() {
-            // The parent has it; the list may be locked for ever.
+            // The parent process owns it, and the lock of the list may be held forever.
             std::mem::forget(handle);
             return;
         }
@@ -135,7 +137,7 @@ impl<H> IdleHandles<H> {
 /// A handle in use. Dropping it returns it to its pool, or leaks it if the pool is closed or dropped. Does not keep the
 /// pool alive.
 pub(super) struct Acquired<H> {
-    /// There until the drop.
+    /// `Some` until the drop.
     handle: Option<H>,
     pub(super) device: DeviceId,
     pool: Weak<IdleHandles<H>>,

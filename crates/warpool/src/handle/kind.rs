@@ -12,9 +12,9 @@ use crate::{Device, Error, Instance, Result, Stream, lock};
 /// A library whose handles can be pooled. Users may implement it: a `Handle` is any value that one thread at a time may
 /// use.
 pub trait LibraryKind: Send + Sync + 'static {
-    /// One handle, with what is cached about it; its next user finds it as it was left. Dropping one must not call the
-    /// library: where [`destroy`](Self::destroy) was not called, the library may be unloaded already. What a handle
-    /// keeps alive lives as long as the thread that owns it.
+    /// One handle, with its cached settings; its next user finds it as it was left. Dropping one must not call the
+    /// library: if [`destroy`](Self::destroy) was not called, the library may already be unloaded. Objects that a
+    /// handle keeps alive live as long as the thread that owns it.
     type Handle: Send + 'static;
 
     /// The library's name, for errors.
@@ -23,8 +23,8 @@ pub trait LibraryKind: Send + Sync + 'static {
     /// Creates a handle for `device`. Called without a lock.
     fn create(&self, device: &Device) -> Result<Self::Handle>;
 
-    /// Destroys a handle. After a failure the handle still exists and stays in the pool: a library may refuse while a
-    /// stream captures.
+    /// Destroys a handle. After a failure the handle still exists and stays in the pool: a library may fail while a
+    /// stream is capturing.
     fn destroy(&self, device: &Device, handle: &Self::Handle) -> Result<()>;
 }
 
@@ -66,8 +66,8 @@ kinds! {
     Cusolver = Solver;
 }
 
-/// Handles of one device whose creation failed half-way and whose destruction failed too, as it does while a stream
-/// captures.
+/// Handles of one device whose creation failed half-way and whose destruction failed too, as it does while a stream is
+/// capturing.
 #[derive(Default)]
 struct HandlesToRetry(Mutex<Vec<HandleId>>);
 
@@ -93,8 +93,8 @@ impl Extension for HandlesToRetry {
 
 /// A handle of one of the contract's libraries, with its stream.
 ///
-/// It keeps nothing alive: threads own theirs until they end, and an [`Instance`](crate::Instance) can be closed before
-/// that.
+/// It keeps no object alive: threads own their handles until they end, and an [`Instance`](crate::Instance) can be
+/// closed before that.
 pub struct LibraryHandle {
     instance: InstanceKey,
     device: DeviceId,
@@ -105,7 +105,7 @@ pub struct LibraryHandle {
 }
 
 impl LibraryHandle {
-    /// Creates one. Loads the library if this is its first handle.
+    /// Creates a handle. Loads the library if this is its first handle.
     pub fn create(library: Library, device: &Device) -> Result<Self> {
         let driver = device.driver();
         let to_retry = device.extensions().get_or_init(HandlesToRetry::default);
@@ -123,7 +123,7 @@ impl LibraryHandle {
         }
     }
 
-    /// Destroys it; an error while a stream of its device captures. `device` is the one that it was created for.
+    /// Destroys it; fails while a stream of its device is capturing. `device` must be the one that it was created for.
     pub fn destroy(&self, device: &Device) -> Result<()> {
         self.expect_same(device.instance(), "the device")?;
         Ok(device.driver().library_destroy(self.id)?)
@@ -135,14 +135,14 @@ impl LibraryHandle {
         self.id
     }
 
-    /// The library's own handle, for its own functions. Read when the handle was created: no call.
+    /// The library's own handle, for its own functions. It was read when the handle was created, so this makes no call.
     #[must_use]
     pub fn raw(&self) -> RawHandle {
         self.raw
     }
 
-    /// Sets its stream, which must be of its own device; no library call if it is set already. A stream that is set
-    /// through [`raw`](Self::raw) is unknown to Warpool.
+    /// Sets its stream, which must be of its own device. Makes no library call if it is already set. A stream that is
+    /// set through [`raw`](Self::raw) is unknown to Warpool.
     #[inline]
     pub fn set_stream(&self, stream: &Stream) -> Result<()> {
         // Ids are never reused in one Instance: the same id is the same stream.
@@ -157,7 +157,7 @@ impl LibraryHandle {
         if stream.device_id() != self.device {
             return Err(Error::HandleDevice { handle: self.device, stream: stream.id(), owner: stream.device_id() });
         }
-        // Unknown while the call is under way: after a failure the next call sets it.
+        // Unknown during the call: after a failure the next call sets it.
         self.stream.set(None);
         stream.driver().library_set_stream(self.id, stream.id())?;
         self.stream.set(Some(stream.id()));

@@ -2,8 +2,8 @@
 //!
 //! A handle (of cuBLAS, cuDNN, …) is expensive to create, some 200 us on an H200, and must not be used by two threads
 //! at once. So each thread owns one per device, from its first use to its end; then another thread reuses it. There are
-//! never more handles than threads that used one at the same time. The number is not limited, on purpose: with a limit,
-//! a thread that owns a handle and waits for another thread that needs one could wait for ever.
+//! never more handles than threads that used one at the same time. The number is deliberately unlimited: with a limit,
+//! a thread that owns a handle and waits for another thread that needs one could deadlock.
 //!
 //! ```
 //! # use std::sync::Arc;

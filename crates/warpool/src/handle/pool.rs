@@ -13,7 +13,7 @@ use super::kind::LibraryKind;
 use super::thread::{self, ThreadHandle};
 use crate::{Device, Error, Instance, Result};
 
-/// The handles of one library, for all devices of an [`Instance`]. Cheap to clone; clones are the same pool.
+/// The handles of one library, for all devices of an [`Instance`]. Cheap to clone; clones share one pool.
 ///
 /// Dropping the last clone destroys nothing; [`close`](Self::close) does.
 pub struct HandlePool<K: LibraryKind> {
@@ -35,7 +35,7 @@ impl<K: LibraryKind> HandlePool<K> {
         Self { shared: Arc::new(Shared { key: PoolKey::new(), instance: instance.clone(), kind, handles }) }
     }
 
-    /// The calling thread's handle for `device`: the same at every call, and without a lock from the second on.
+    /// The calling thread's handle for `device`: the same at every call; from the second call on, without a lock.
     #[inline]
     pub fn current(&self, device: &Device) -> Result<ThreadHandle<K::Handle>> {
         // Devices of another Instance have the same ids.
@@ -63,7 +63,7 @@ impl<K: LibraryKind> HandlePool<K> {
         Ok(thread::own(self.shared.key, self.acquire(device)?))
     }
 
-    /// A handle that no thread owns, until the lease is dropped.
+    /// Leases a handle that no thread owns, until the lease is dropped.
     pub fn lease(&self, device: &Device) -> Result<HandleLease<K>> {
         Ok(HandleLease { handle: self.acquire(device)?, pool: self.clone() })
     }
@@ -91,15 +91,16 @@ impl<K: LibraryKind> HandlePool<K> {
     }
 
     /// Destroys the idle handles of `device`, and returns how many. After a failure it continues, and returns the first
-    /// error; handles that could not be destroyed, as while a stream of the device captures, stay.
+    /// error; handles that could not be destroyed, for example while a stream of the device is capturing, stay.
     pub fn trim(&self, device: &Device) -> Result<usize> {
         self.check(device)?;
         self.destroy_idle(device)
     }
 
-    /// Destroys the idle handles, and the calling thread's, and returns no more. Handles that are still in use, and
-    /// those of other threads, keep working, and are leaked when they are returned. After a failure it continues, and
-    /// returns the first error; closing another clone retries what could not be destroyed.
+    /// Destroys the idle handles and those of the calling thread, and closes the pool: it returns no more handles.
+    /// Handles that are still in use, and those of other threads, keep working, and are leaked when they are returned.
+    /// After a failure it continues, and returns the first error; closing another clone retries the handles that could
+    /// not be destroyed.
     pub fn close(self) -> Result<()> {
         self.shared.instance.expect_own_process("close")?;
         thread::release(self.shared.key);
@@ -120,7 +121,8 @@ impl<K: LibraryKind> HandlePool<K> {
             return Ok(handle);
         }
         handles.add(id, kind.create(device)?).map_err(|handle| {
-            // Closed while it was being created: that is the error to return, also if its destruction fails.
+            // The pool was closed while the handle was being created: that is the error to return, even if the
+            // destruction fails.
             if kind.destroy(device, &handle).is_err() {
                 handles.put_back(id, vec![handle]);
             }
@@ -142,7 +144,7 @@ impl<K: LibraryKind> HandlePool<K> {
         outcome
     }
 
-    /// The id of a device of the pool's own `Instance`.
+    /// The id of a device; fails unless it belongs to the pool's `Instance`.
     fn check(&self, device: &Device) -> Result<DeviceId> {
         self.shared.instance.expect_same(device.instance(), "the device")?;
         self.shared.instance.expect_own_process("library handle")?;

@@ -2,7 +2,7 @@
 //!
 //! No lock and no library call here. A thread's list keeps no pool and no [`Instance`](crate::Instance) alive: handles
 //! of a dropped pool are leaked. The list is borrowed only to search and to move entries, and no handle is dropped
-//! meanwhile: dropping one may run user code that gets here again.
+//! meanwhile: dropping one may run user code that calls this module again.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -26,7 +26,7 @@ struct Owned {
     device: DeviceId,
     /// An [`Acquired`] of the pool's kind of handle. Returned when the last [`ThreadHandle`] is dropped, too.
     handle: Rc<dyn Any>,
-    /// Dead once the pool is: then this entry is stale.
+    /// Dead once the pool is dropped; the entry is stale then.
     alive: Weak<dyn Any + Send + Sync>,
 }
 
@@ -76,7 +76,7 @@ pub(super) fn is_ending() -> bool {
     OWNED.try_with(|_| ()).is_err()
 }
 
-/// Makes a handle the thread's own, until its end.
+/// Makes the thread own a handle until its end.
 pub(super) fn own<H: Send + 'static>(pool: PoolKey, handle: Acquired<H>) -> ThreadHandle<H> {
     let (device, alive) = (handle.device, handle.pool().clone());
     let handle = Rc::new(handle);

@@ -9,9 +9,10 @@
 //! one, reading returns the initial values and setting does nothing.
 //!
 //! # Guards dropped out of order
-//! A guard stores the value that it replaced. Dropped last-in first-out, it restores that value. A guard that is
-//! dropped while a later one for the same setting is alive leaves the current value alone, and passes its stored value
-//! to that later guard. So the order does not matter: once all are dropped, everything is as before the first.
+//! A guard stores the value that it replaced. When guards are dropped last-in first-out, each restores its value. A
+//! guard that is dropped while a later one for the same setting is alive leaves the current value alone, and passes its
+//! stored value to that later guard. So the order does not matter: once all are dropped, everything is as before the
+//! first.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -30,10 +31,10 @@ thread_local! {
     static CURRENT: RefCell<Vec<Current>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What is current on one thread for one `Instance`.
+/// The current device and streams of one thread for one `Instance`.
 struct Current {
     instance: InstanceKey,
-    /// Dead once the `Instance` is: then this entry is stale.
+    /// Dead once the `Instance` is dropped; the entry is stale then.
     alive: Weak<()>,
     device: DeviceId,
     /// By device. `None` is the default stream.
@@ -185,8 +186,8 @@ impl Device {
 }
 
 impl Stream {
-    /// Makes it the calling thread's current stream on its device, until changed again. The current device stays, also
-    /// if it is another. Makes no driver call.
+    /// Makes it the calling thread's current stream on its device, until changed again. The current device does not
+    /// change. Makes no driver call.
     pub fn make_current(&self) {
         change(self.instance(), |current| current.replace(self.as_setting()));
     }
@@ -225,7 +226,7 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         let Some(guard) = self.guard else { return };
-        // No entry: the thread is ending, or the Instance is gone and its settings are of no use.
+        // There is no entry if the thread is ending, or if the Instance is gone and its settings are irrelevant.
         let _ = CURRENT.try_with(|current| {
             if let Some(entry) = current.borrow_mut().iter_mut().find(|entry| entry.instance == self.instance) {
                 entry.leave(guard);
@@ -255,8 +256,8 @@ pub struct StreamGuard {
     _guard: Guard,
 }
 
-/// Makes several streams current, each on its own device, until dropped. The current device stays. Of two streams of
-/// one device the later one is current.
+/// Makes several streams current, each on its own device, until dropped. The current device does not change. If two
+/// streams are of one device, the later one is current.
 #[derive(Debug)]
 pub struct MultiStreamGuard {
     _guards: Vec<Guard>,

@@ -34,7 +34,7 @@ impl Device {
         self.id.0
     }
 
-    /// Its properties, read when the [`Instance`] was made.
+    /// Its properties, read when the [`Instance`] was created.
     #[must_use]
     pub fn properties(&self) -> &DeviceProperties {
         &self.state().properties
@@ -57,7 +57,7 @@ impl Device {
         &**self.instance.driver()
     }
 
-    /// What modules above keep for this device.
+    /// The state that other modules keep for this device.
     pub(crate) fn extensions(&self) -> &Extensions {
         &self.state().extensions
     }

@@ -1,8 +1,8 @@
 //! Events with options, created at first use.
 //!
 //! [`Instance::event`] creates nothing on the driver. The first [record](Event::record) takes an event from the pool of
-//! the stream's device, or creates one; from then on it belongs to that device. Dropped, it returns to the pool.
-//! `event_pool.rs` says why that never calls the driver.
+//! the stream's device, or creates one; from then on it belongs to that device. When dropped, it returns to the pool;
+//! `event_pool.rs` explains why that never calls the driver.
 
 use warpool_driver::{DeviceId, EventId, IpcEventHandle};
 
@@ -12,23 +12,23 @@ use super::event_pool::PooledEvent;
 use super::stream::Stream;
 use crate::{Endpoint, Error, Result};
 
-/// What an event can do. The default is the cheapest: ordering only.
+/// The options of an event. The default is the cheapest: ordering only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EventOptions {
-    /// Records the time, for [`Event::elapsed_ms`].
+    /// Whether it records the time, for [`Event::elapsed_ms`].
     pub timing: bool,
-    /// A host thread that waits for it sleeps instead of spinning.
+    /// Whether a host thread that waits for it sleeps instead of spinning.
     pub blocking: bool,
-    /// Can be shared with other processes. Excludes `timing`.
+    /// Whether it can be shared with other processes. Excludes `timing`.
     pub interprocess: bool,
-    /// On a stream that captures, recording it and waiting for it become external event nodes, which act at every
-    /// replay. On a stream that does not capture it is a plain event. Graphs that use it must not outlive it.
+    /// Whether recording it and waiting for it on a capturing stream become external event nodes, which act at every
+    /// replay. On other streams it is a plain event. Graphs that use it must not outlive it.
     pub external: bool,
 }
 
 /// A point in a stream that can be waited for, queried and timed.
 ///
-/// It can be moved, not copied. Until it is recorded it counts as done: [`query`](Self::query) returns `true`,
+/// It can be moved but not copied. Until it is recorded it counts as completed: [`query`](Self::query) returns `true`,
 /// [`synchronize`](Self::synchronize) and [`wait`](Self::wait) do nothing.
 #[derive(Debug)]
 pub struct Event {
@@ -51,7 +51,7 @@ impl Instance {
         Event::lazy(self, EventOptions { timing: true, ..EventOptions::default() })
     }
 
-    /// An event with any options; [`Error::TimingInterprocess`] for the pair that is not possible.
+    /// An event with any options; [`Error::TimingInterprocess`] for `timing` with `interprocess`.
     pub fn event_with(&self, options: EventOptions) -> Result<Event> {
         if options.timing && options.interprocess {
             return Err(Error::TimingInterprocess);
@@ -104,8 +104,8 @@ impl Event {
         if event == device.id() { Ok(()) } else { Err(Error::EventExists { event, wanted: device.id() }) }
     }
 
-    /// Records it behind the work that is in `stream` now, instead of where it was recorded before. The first record
-    /// decides the device: after that, a stream of another device is [`Error::EventDevice`].
+    /// Records it after the work that `stream` holds now, replacing an earlier record. The first record determines the
+    /// device: after that, a stream of another device is [`Error::EventDevice`].
     pub fn record(&mut self, stream: &Stream) -> Result<()> {
         self.instance.expect_same(stream.instance(), "the stream")?;
         let external = self.options.external;
@@ -115,7 +115,7 @@ impl Event {
         Ok(())
     }
 
-    /// Records only if it was never recorded, and returns whether it did.
+    /// Records it only if it was never recorded. Returns whether it did.
     pub fn record_once(&mut self, stream: &Stream) -> Result<bool> {
         if self.recorded {
             return Ok(false);
@@ -147,8 +147,8 @@ impl Event {
         }
     }
 
-    /// Milliseconds from this event to `end`; negative if `end` was first. Both must have timing, be recorded on one
-    /// device, and be done; each of these has its own error.
+    /// Milliseconds from this event to `end`; negative if `end` was first. Both must have timing, be recorded on the
+    /// same device, and be completed; each condition has its own error.
     pub fn elapsed_ms(&self, end: &Self) -> Result<f32> {
         self.instance.expect_same(&end.instance, "the end event")?;
         for (event, which) in [(self, Endpoint::Start), (end, Endpoint::End)] {
@@ -167,7 +167,7 @@ impl Event {
             .map_err(|error| if error.is_not_ready() { Error::ElapsedNotReady } else { error.into() })
     }
 
-    /// Its handle for other processes; creates it, on `device`, if it is not created yet. Needs the option
+    /// Its handle for other processes. Creates the event on `device` if it is not created yet. Requires the option
     /// `interprocess`.
     pub fn export(&mut self, device: &Device) -> Result<[u8; 64]> {
         self.instance.expect_same(device.instance(), "the device")?;
@@ -204,7 +204,7 @@ impl Event {
 }
 
 impl Stream {
-    /// Records `event` behind the work that is in the stream now. See [`Event::record`].
+    /// Records `event` after the work that the stream holds now. See [`Event::record`].
     pub fn record_event(&self, event: &mut Event) -> Result<()> {
         event.record(self)
     }
@@ -214,7 +214,7 @@ impl Stream {
         event.wait(self)
     }
 
-    /// Makes its later work wait for all work that is in `other` now, of this or another device.
+    /// Makes its later work wait for all work that `other` holds now. `other` may be of another device.
     pub fn wait_stream(&self, other: &Self) -> Result<()> {
         self.instance().expect_same(other.instance(), "the stream to wait for")?;
         let mut event = other.device().event_pool().take()?;

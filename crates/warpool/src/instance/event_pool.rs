@@ -29,7 +29,7 @@ enum OnDrop {
 /// The idle events of one device.
 pub(super) struct EventCache {
     device: DeviceId,
-    /// By [`EventCache::idle_of`]. The last one returned is reused first: its memory in the driver is warm.
+    /// By [`EventCache::idle_of`]. The event that was returned last is reused first: its memory in the driver is warm.
     idle: [Mutex<Vec<EventId>>; 4],
     pending_destroy: Mutex<Vec<EventId>>,
 }
@@ -53,7 +53,7 @@ impl EventCache {
         Ok((id, OnDrop::Reuse { timing, blocking }))
     }
 
-    /// Takes an event back. No driver call.
+    /// Takes an event back. Makes no driver call.
     fn put_back(&self, id: EventId, on_drop: OnDrop) {
         match on_drop {
             OnDrop::Reuse { timing, blocking } => lock(self.idle_of(timing, blocking)).push(id),
@@ -130,7 +130,7 @@ impl EventPool {
     /// already created are kept.
     pub fn reserve(&self, count: usize) -> Result<()> {
         let events = &self.device.state().events;
-        // Counted once: while other threads take events, "until so many are idle" might never end.
+        // Counted once: while other threads take events, a loop until `count` are idle might never end.
         for _ in self.idle()..count {
             let id = events.create(self.device.driver(), EventOptions::default())?;
             events.put_back(id, OnDrop::Reuse { timing: false, blocking: false });
@@ -144,8 +144,8 @@ impl EventPool {
         lock(self.device.state().events.idle_of(false, false)).len()
     }
 
-    /// Destroys all idle events of the device, also those with timing, and returns how many. At a failure it stops and
-    /// keeps the rest.
+    /// Destroys all idle events of the device, including those with timing, and returns how many. Stops at the first
+    /// failure and keeps the rest.
     pub fn trim(&self) -> Result<usize> {
         self.device.state().events.trim(self.device.driver())
     }
@@ -153,13 +153,14 @@ impl EventPool {
 
 /// An event from a pool; dropping it returns it. [`Event`](crate::Event) is the one with options.
 ///
-/// What an earlier owner recorded does not count: until it is recorded it is done.
+/// A record of an earlier owner does not count: until it is recorded again, it counts as completed.
 pub struct PooledEvent {
     instance: Instance,
     device: DeviceId,
     id: EventId,
     on_drop: OnDrop,
-    /// Whether the driver must be asked: it was recorded by us, or may have been by another process.
+    /// Whether its status must be read from the driver: it was recorded here, or may have been recorded by another
+    /// process.
     recorded: bool,
 }
 
@@ -187,12 +188,12 @@ impl PooledEvent {
         self.id
     }
 
-    /// Records it behind the work that is in `stream` now, which must be of the same device.
+    /// Records it after the work that `stream` holds now. The stream must be of the same device.
     pub fn record(&mut self, stream: &Stream) -> Result<()> {
         self.record_in(stream, EventScope::Plain)
     }
 
-    /// Whether the work before it is done; `true` if it was never recorded. During a capture the capture mode says
+    /// Whether the work before it is done; `true` if it was never recorded. During a capture, the capture mode decides
     /// whether a query is allowed.
     pub fn query(&self) -> Result<bool> {
         Ok(!self.recorded || self.driver().event_query(self.id)?)
@@ -215,27 +216,27 @@ impl PooledEvent {
         Ok(())
     }
 
-    /// Records it as an external event if `stream` captures, plainly if not.
+    /// Records it as an external event if `stream` is capturing, else as a plain one.
     pub(super) fn record_external(&mut self, stream: &Stream) -> Result<()> {
         self.record_in(stream, external_scope(stream)?)
     }
 
-    /// Waits for it as an external event if `stream` captures, plainly if not.
+    /// Waits for it as an external event if `stream` is capturing, else as a plain one.
     pub(super) fn wait_external(&self, stream: &Stream) -> Result<()> {
         self.instance.expect_same(stream.instance(), "the stream")?;
         match external_scope(stream)? {
-            // Also when never recorded: the node waits for what is recorded by the time of the replay.
+            // Even if it was never recorded: the node waits for the record that exists at the time of the replay.
             EventScope::External => Ok(self.driver().stream_wait_event(stream.id(), self.id, EventScope::External)?),
             EventScope::Plain => self.wait(stream),
         }
     }
 
-    /// Has it destroyed instead of reused.
+    /// Marks it to be destroyed instead of reused.
     pub(crate) fn never_reuse(&mut self) {
         self.on_drop = OnDrop::Destroy;
     }
 
-    /// From here on another process may record it, so the driver must be asked.
+    /// Marks it as one that another process may record, so its status is always read from the driver.
     pub(super) fn may_be_recorded_elsewhere(&mut self) {
         self.recorded = true;
     }
@@ -255,7 +256,7 @@ impl PooledEvent {
     }
 }
 
-/// The scope of an external event on `stream`: external only if the stream captures.
+/// The scope of an external event on `stream`: external only if the stream is capturing.
 fn external_scope(stream: &Stream) -> Result<EventScope> {
     Ok(if stream.is_capturing()? { EventScope::External } else { EventScope::Plain })
 }

@@ -1,7 +1,7 @@
 //! State that modules above this one keep per device or per [`Instance`](super::Instance), such as loaded kernels.
 //!
-//! `instance` imports none of those modules. Each stores one value, of its own type, in a slot; the slots' order is the
-//! order of destruction. Reading a slot takes no lock.
+//! `instance` imports none of those modules. Each module stores one value of its own type in a slot; the order of slots
+//! is the order of destruction. Reading a slot takes no lock.
 
 use std::any::Any;
 use std::sync::OnceLock;
@@ -51,7 +51,7 @@ impl Extensions {
         self.slots[T::slot() as usize].get().map(|extension| downcast(&**extension))
     }
 
-    /// The value of `T`'s slot, made by `make` if it was not set.
+    /// The value of `T`'s slot, created by `make` if it was not set.
     #[inline]
     pub(crate) fn get_or_init<T: Extension>(&self, make: impl FnOnce() -> T) -> &T {
         downcast(&**self.slots[T::slot() as usize].get_or_init(|| Box::new(make())))

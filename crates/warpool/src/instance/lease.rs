@@ -1,8 +1,8 @@
 //! Leased streams: exclusive use of a stream until the lease is dropped.
 //!
-//! Shared streams repeat after 32, and two users of the same one wait for each other without knowing. A lease avoids
-//! that. The number of leases is not limited, on purpose: with a limit, two threads that each hold a lease and need a
-//! second could wait for each other for ever. As many streams exist as were leased at the same time at most.
+//! Shared streams repeat after 32, and two users of the same stream serialize unintentionally. A lease avoids that. The
+//! number of leases is deliberately unlimited: with a limit, two threads that each hold a lease and need a second could
+//! deadlock. The number of streams is the highest number of simultaneous leases.
 
 use std::fmt;
 use std::ops::Deref;
@@ -14,9 +14,9 @@ use crate::Result;
 
 /// Exclusive use of a stream, until this is dropped.
 ///
-/// - Dropping it waits for nothing and makes no driver call. Work still in the stream completes; work of the next
-///   holder comes after it. The stream that has been idle the longest is leased first, as its work is most likely done.
-/// - A stream that is returned while it captures is not leased again before that capture has ended.
+/// - Dropping it does not wait and makes no driver call. Work still in the stream completes; work of the next holder
+///   runs after it. The stream that has been idle the longest is leased first, since its work is most likely done.
+/// - A stream that is returned while it is capturing is not leased again before that capture has ended.
 /// - The lease excludes other leases and the shared streams, not clones of its own [`Stream`] that are kept longer than
 ///   the lease, in a variable or as some thread's current stream.
 pub struct StreamLease {

@@ -1,7 +1,8 @@
-//! The root object, [`Instance`]: a driver with its devices, streams and events, and what is current per thread.
+//! The root object, [`Instance`]: a driver with its devices, streams and events, and the current device and streams of
+//! each thread.
 //!
-//! Making an `Instance` or a `Device` creates no context, and dropping one makes no driver call. What modules above
-//! keep per device is in `extensions.rs`.
+//! Creating an `Instance` or a `Device` creates no context, and dropping one makes no driver call. State that other
+//! modules keep per device is in `extensions.rs`.
 
 mod current;
 mod device;
@@ -35,7 +36,7 @@ pub use stream::Stream;
 use stream_pool::StreamPools;
 pub use stream_pool::{PRIORITIES_MAX, STREAMS_PER_POOL};
 
-/// A driver with its devices, and the pools that Warpool keeps for them. Cheap to clone; clones are the same
+/// A driver with its devices, and the pools that Warpool keeps for them. Cheap to clone; clones refer to the same
 /// `Instance`.
 ///
 /// Devices, streams, events and leases keep their `Instance` alive. Dropping the last of them makes no driver call: the
@@ -45,30 +46,30 @@ pub struct Instance {
     shared: Arc<Shared>,
 }
 
-/// What all clones of an `Instance` share.
+/// The state that all clones of an `Instance` share.
 struct Shared {
     key: InstanceKey,
-    /// Dropped with this; threads hold weak references to it, to find their outdated entries about this `Instance`.
+    /// Threads hold weak references to it, which tell them that their entries for this `Instance` are stale.
     alive: Arc<()>,
     driver: Arc<dyn Driver>,
     /// Whether the driver detects hazards, and names the program's lines in them.
     detects_hazards: bool,
     origin: Origin,
     devices: Box<[DeviceState]>,
-    /// Kept by `capture/`. Here, and not in the extensions, because every allocation and replay reads it.
+    /// Maintained by `capture/`. Stored here and not in the extensions, because every allocation and replay reads it.
     captures_under_way: AtomicUsize,
-    /// Entered by every typed call, so here too.
+    /// Stored here too, because every typed call enters it.
     capture_gate: CaptureGate,
-    /// Kept by `memory/`, and here for the same reason.
+    /// Maintained by `memory/`, and stored here for the same reason.
     ranges_asleep: AtomicUsize,
     extensions: Extensions,
 }
 
-/// Which `Instance`. Never reused in a process.
+/// Identifies an `Instance`. Never reused in a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct InstanceKey(u64);
 
-/// What is kept per device.
+/// The state of one device.
 struct DeviceState {
     properties: DeviceProperties,
     /// Read at first use: on some drivers that creates a context.
@@ -120,8 +121,8 @@ impl Instance {
         &self.shared.driver
     }
 
-    /// Whether this process was forked after this `Instance` was made. Nothing of it can be used then: allocators and
-    /// drivers return an error, and what is freed or dropped is left to the parent.
+    /// Whether this process was forked after this `Instance` was created. It cannot be used then: allocators and
+    /// drivers return an error, and freed or dropped objects are left to the parent.
     #[inline]
     #[must_use]
     pub fn is_inherited(&self) -> bool {
@@ -140,11 +141,11 @@ impl Instance {
         u32::try_from(self.shared.devices.len()).expect("the driver counted them in a u32")
     }
 
-    /// Destroys what dropped graphs left on the driver, unloads Warpool's own kernels, destroys every pooled stream and
+    /// Destroys the driver objects of dropped graphs, unloads Warpool's own kernels, destroys every pooled stream and
     /// event, and drops the driver.
     ///
-    /// Call it on the last handle: while anything else holds this `Instance`, even a [`Device`], it is
-    /// [`Error::StillInUse`] and nothing is destroyed. After a failed driver call it continues, and returns the first
+    /// Call it on the last handle: while anything else holds this `Instance`, even a [`Device`], it fails with
+    /// [`Error::StillInUse`] and destroys nothing. After a failed driver call it continues, and returns the first
     /// error.
     pub fn close(self) -> Result<()> {
         match Arc::try_unwrap(self.shared) {
@@ -172,12 +173,12 @@ impl Instance {
         &self.shared.devices[device.0 as usize]
     }
 
-    /// What modules above keep for this `Instance`.
+    /// The state that other modules keep for this `Instance`.
     pub(crate) fn extensions(&self) -> &Extensions {
         &self.shared.extensions
     }
 
-    /// How many captures are under way, or about to begin.
+    /// How many captures are active, or about to begin.
     #[inline]
     pub(crate) fn captures_under_way(&self) -> &AtomicUsize {
         &self.shared.captures_under_way
@@ -189,7 +190,7 @@ impl Instance {
         &self.shared.capture_gate
     }
 
-    /// How many ranges of addresses sleep, or are about to.
+    /// How many address ranges are asleep, or about to be.
     #[inline]
     pub(crate) fn ranges_asleep(&self) -> &AtomicUsize {
         &self.shared.ranges_asleep
@@ -206,7 +207,7 @@ impl Instance {
         self.shared.detects_hazards
     }
 
-    /// Runs `calls`, whose driver calls are made for the program's line `line`.
+    /// Runs `calls`, and attributes their driver calls to the program's line `line`.
     #[inline]
     pub(crate) fn at_line<R>(&self, line: &'static Location<'static>, calls: impl FnOnce() -> R) -> R {
         source_line::at_if(self.shared.detects_hazards, line, calls)
@@ -228,7 +229,7 @@ impl Instance {
         Ok(stream == self.default_stream_id(device)? || self.state(device).streams.contain(stream))
     }
 
-    /// Fails if `other` is another `Instance`; `object` is the argument that it came with.
+    /// Fails if `other` is another `Instance`; `object` names the argument that it belongs to.
     #[inline]
     pub(crate) fn expect_same(&self, other: &Self, object: &'static str) -> Result<()> {
         if self == other { Ok(()) } else { Err(Error::ForeignInstance { object }) }

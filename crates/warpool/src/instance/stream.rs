@@ -1,7 +1,7 @@
 //! A stream as a value: its device, its id, and the operations on it.
 //!
-//! A `Stream` does not own the driver's stream: dropping it does nothing. Where streams come from is elsewhere: pools
-//! in `stream_pool.rs`, leases in `lease.rs`, the current stream in `current.rs`. Operations with events are in
+//! A `Stream` does not own the driver's stream: dropping it does nothing. Streams are created elsewhere: pools in
+//! `stream_pool.rs`, leases in `lease.rs`; the current stream is in `current.rs`. Operations with events are in
 //! `event.rs`.
 
 use std::fmt;
@@ -15,8 +15,8 @@ use super::{DeviceState, Instance};
 use crate::capture_status::CaptureStatus;
 use crate::{Error, Result};
 
-/// A stream of one device. Cheap to clone; equal if device and id are. As the key of a map its [`id`](Self::id) does as
-/// well, and keeps no [`Instance`] alive.
+/// A stream of one device. Cheap to clone; two are equal if device and id are. As the key of a map use its
+/// [`id`](Self::id), which keeps no [`Instance`] alive.
 ///
 /// Warpool destroys no stream while its [`Instance`] lives. An [external](Self::external) stream must be kept alive by
 /// its creator.
@@ -30,7 +30,7 @@ pub struct Stream {
 impl Stream {
     /// A stream that was created outside of Warpool, and stays alive for as long as it is used here. The null handle is
     /// the default stream. The handle of the per-thread default stream is [`Error::PerThreadStream`]: it is a different
-    /// stream on each thread, so nothing that is kept by stream would be ordered.
+    /// stream on each thread, so state that is kept by stream would not be ordered.
     pub fn external(device: &Device, stream: ForeignStream) -> Result<Self> {
         match stream {
             ForeignStream::NULL | ForeignStream::LEGACY => return device.default_stream(),
@@ -60,7 +60,7 @@ impl Stream {
         self.device
     }
 
-    /// The driver's id of it. Never reused for another stream, even where the driver reuses a raw handle.
+    /// The driver's id of it. Never reused for another stream, even if the driver reuses the raw handle.
     #[inline]
     #[must_use]
     pub fn id(&self) -> StreamId {
@@ -87,8 +87,8 @@ impl Stream {
         Ok(self.info()?.priority)
     }
 
-    /// Whether all work in it is done. Work that failed is an `Err`. Must not be called while the stream captures: that
-    /// invalidates the capture.
+    /// Whether all work in it is done. Work that failed is an `Err`. Must not be called while the stream is capturing:
+    /// that invalidates the capture.
     pub fn query(&self) -> Result<bool> {
         Ok(self.driver().stream_query(self.id)?)
     }
@@ -109,12 +109,12 @@ impl Stream {
     }
 
     /// Runs `callback` on a host thread once the work before it is done; later work waits for it. It must not call the
-    /// driver. Captured, it runs at every replay.
+    /// driver. In a capture it becomes a node and runs at every replay.
     pub fn host_callback(&self, callback: impl Fn() + Send + Sync + 'static) -> Result<()> {
         Ok(self.driver().stream_host_callback(self.id, Arc::new(callback))?)
     }
 
-    /// Gives it a name for the hazards of the simulated GPU; its last one counts.
+    /// Sets its name in hazard reports of the simulated GPU; the last name applies.
     pub fn set_label(&self, label: &str) {
         self.driver().label_stream(self.id, label);
     }

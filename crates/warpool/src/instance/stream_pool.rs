@@ -3,8 +3,8 @@
 //! A leased stream is never one of the shared ones. All are non-blocking. They are destroyed only by
 //! [`Instance::close`](crate::Instance::close), when no stream is in use any more.
 //!
-//! Locks: each is a leaf, held while ids are moved, except while the shared streams of one priority are created, when
-//! other users of the same priority wait for them.
+//! Locks: each is a leaf, held only while ids are moved. The exception is the creation of the shared streams of one
+//! priority, for which other users of that priority wait.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ use crate::{Result, lock};
 /// How many shared streams there are per device and priority, as in PyTorch.
 pub const STREAMS_PER_POOL: usize = 32;
 
-/// The most priorities that have pools, as in PyTorch.
+/// The maximum number of priorities that have pools, as in PyTorch.
 pub const PRIORITIES_MAX: usize = 4;
 
 /// All streams created for one device: one pool per priority.
@@ -28,7 +28,7 @@ pub(super) struct StreamPools {
     device: DeviceId,
     range: OnceLock<PriorityRange>,
     by_priority: [StreamPool; PRIORITIES_MAX],
-    /// All streams that were ever leased: as many as leases existed at the same time at most.
+    /// All streams that were ever leased. Their number is the highest number of simultaneous leases.
     leased: Mutex<BTreeSet<StreamId>>,
 }
 
@@ -40,7 +40,7 @@ struct StreamPool {
     next: AtomicUsize,
     /// Held while the shared streams are created. Between attempts it contains only streams whose destruction failed.
     unfinished: Mutex<Vec<StreamId>>,
-    /// Leased before and returned, the longest idle first.
+    /// Streams that were leased and returned, the longest idle first.
     idle: Mutex<VecDeque<StreamId>>,
 }
 
@@ -49,7 +49,7 @@ impl StreamPools {
         Self { device, range: OnceLock::new(), by_priority: Default::default(), leased: Mutex::default() }
     }
 
-    /// The priorities that have pools: at most four, from the least urgent on.
+    /// The priorities that have pools: at most four, starting with the least urgent.
     fn range(&self, driver: &dyn Driver) -> Result<PriorityRange> {
         if let Some(&range) = self.range.get() {
             return Ok(range);
@@ -90,7 +90,7 @@ impl StreamPools {
         shared.any(|streams| streams.contains(&stream)) || lock(&self.leased).contains(&stream)
     }
 
-    /// Returns a leased stream. No driver call.
+    /// Returns a leased stream. Makes no driver call.
     pub(super) fn end_lease(&self, stream: StreamId, pool: PoolIndex) {
         lock(&self.by_priority[pool.0].idle).push_back(stream);
     }
@@ -146,9 +146,9 @@ impl StreamPool {
         Ok(self.shared.get_or_init(|| streams))
     }
 
-    /// The longest idle stream that does not capture: a stream may be returned while its capture is still to be ended.
+    /// The longest idle stream that is not capturing: a stream may be returned before its capture has ended.
     fn take_idle(&self, driver: &dyn Driver) -> Result<Option<StreamId>> {
-        // The driver is called without the lock, so that a lease can be dropped anywhere, also in a host callback.
+        // The driver is called without the lock, so that a lease can be dropped anywhere, even in a host callback.
         let candidates = lock(&self.idle).len();
         for _ in 0..candidates {
             let Some(stream) = lock(&self.idle).pop_front() else { break };

@@ -1,7 +1,7 @@
-//! The trait [`DeviceAllocator`] of all allocators of device memory, and the plain data of its calls.
+//! The trait [`DeviceAllocator`], which every device allocator implements, and the plain data types of its calls.
 //!
-//! It uses addresses and ids, for C callers and replays; [`DeviceBlock`](super::DeviceBlock) is the owned form on top
-//! of it. What a caller may rely on is written here alone, so that one suite of tests checks every allocator.
+//! The trait uses addresses and ids, for C callers and replays; [`DeviceBlock`](super::DeviceBlock) is the owning
+//! wrapper. The contract is documented only here, and one conformance suite tests every allocator against it.
 
 use std::fmt;
 
@@ -19,18 +19,18 @@ pub struct Request {
     pub stream: StreamId,
     /// The size. 0 gives the null address, which need not be freed.
     pub bytes: u64,
-    /// The pool; `None` is the one that the calling thread or the stream is routed to, mostly the default pool.
+    /// The pool; `None` uses the pool that the calling thread or the stream is routed to, usually the default pool.
     pub pool: Option<MemPoolId>,
 }
 
 impl Request {
-    /// `bytes` for `stream` of `device`, from the pool that it is routed to.
+    /// A request for `bytes` on `stream` of `device`, from the pool that the thread or stream is routed to.
     #[must_use]
     pub const fn new(device: DeviceId, stream: StreamId, bytes: u64) -> Self {
         Self { device, stream, bytes, pool: None }
     }
 
-    /// The same request, from that pool.
+    /// The same request from `pool`.
     #[must_use]
     pub const fn in_pool(mut self, pool: MemPoolId) -> Self {
         self.pool = Some(pool);
@@ -38,12 +38,12 @@ impl Request {
     }
 }
 
-/// Allocated memory, as plain data: a copy owns nothing.
+/// An allocation as plain data. It owns nothing: copying or dropping it has no effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Allocation {
     /// Its address. Null if 0 bytes were requested.
     pub ptr: DevicePtr,
-    /// Its size, at least the requested one.
+    /// The block's size, at least the requested size.
     pub bytes: u64,
     /// The requested size.
     pub bytes_requested: u64,
@@ -51,13 +51,14 @@ pub struct Allocation {
     pub device: DeviceId,
     /// The stream that it was allocated for.
     pub stream: StreamId,
-    /// A number by which its allocator finds it; 0 if that needs none.
+    /// An index that lets the allocator find the block without a search; 0 if the allocator does not use one.
     pub slot: u64,
-    /// Tells it from earlier allocations of the same memory: those free nothing any more.
+    /// Distinguishes it from earlier allocations of the same memory. Freeing a stale one has no effect.
     pub generation: u32,
 }
 
-/// Physical memory that a block is in, and where it is mapped: to share the block with another process.
+/// Physical memory that backs part of a block, and the address where it is mapped. For sharing the block with another
+/// process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MappedPart {
     /// Its address.
@@ -69,13 +70,13 @@ pub struct MappedPart {
 }
 
 impl Allocation {
-    /// What a request of 0 bytes gets.
+    /// The result of a request for 0 bytes.
     pub(crate) fn empty(device: DeviceId, stream: StreamId) -> Self {
         Self { ptr: DevicePtr(0), bytes: 0, bytes_requested: 0, device, stream, slot: 0, generation: 0 }
     }
 }
 
-/// Shows that a call comes from a graph: only this crate has one.
+/// Proves that a call comes from a graph: only this crate can construct one.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct GraphKey(());
@@ -87,9 +88,9 @@ impl GraphKey {
 /// What a snapshot contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SnapshotOptions {
-    /// Segments of this pool alone; `None` is all.
+    /// Include only segments of this pool; `None` includes all.
     pub pool: Option<MemPoolId>,
-    /// Whether it contains the history.
+    /// Whether to include the history.
     pub traces: bool,
 }
 
@@ -101,62 +102,65 @@ impl Default for SnapshotOptions {
 
 /// An allocator of device memory, for all devices of one [`Instance`].
 ///
-/// A block is allocated for a stream. Freed, it may be reused for the same stream at once: stream order protects it. A
-/// block that other streams used as well ([`record_use_raw`](Self::record_use_raw)) waits for their work first.
+/// A block is allocated for a stream. Once freed, it may be reused on the same stream immediately, because stream order
+/// protects it. A block that other streams used as well ([`record_use_raw`](Self::record_use_raw)) is reused only after
+/// their work is done.
 ///
-/// - Every method may be called from any thread at any time, also while a stream captures.
-/// - A failed call has no visible effect but on statistics.
+/// - Every method may be called from any thread at any time, even while a stream is capturing.
+/// - A failed call has no visible effect except on statistics.
 /// - Observers are called without any lock held, and may call the allocator.
 ///
 /// # Safety
-/// Typed memory is made of what an allocator returns, and safe code writes there. So the implementation promises:
-/// - An allocation is device memory of its [`Instance`] from `ptr` on, with at least the requested bytes, as long as it
-///   is not freed.
-/// - Until it is freed and the work of its streams is done, no other allocation, and nothing else that the program has,
+/// Typed buffers are built on the returned memory, and safe code writes to it. The implementation must guarantee:
+/// - Until it is freed, an allocation is device memory of its [`Instance`] that starts at `ptr` and has at least the
+///   requested size.
+/// - Until it is freed and the work of its streams is done, no other allocation and no other memory of the program
 ///   overlaps it.
 #[expect(unsafe_code, reason = "nothing can check what an implementation returns")]
 pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
-    /// The name by which it is chosen: `caching`, `driver-pool`.
+    /// The name that selects this allocator, such as `caching` or `driver-pool`.
     fn name(&self) -> &'static str;
 
     /// The instance whose memory it allocates.
     fn instance(&self) -> &Instance;
 
-    /// Allocates memory. [`Error::OutOfMemory`](crate::Error::OutOfMemory) has a report of the memory that there is.
+    /// Allocates memory. [`Error::OutOfMemory`](crate::Error::OutOfMemory) carries a report of the device's memory.
     fn allocate_raw(&self, request: Request) -> Result<Allocation>;
 
     /// Frees the allocation that starts at `ptr`; null is ignored.
     /// [`Error::UnknownPointer`](crate::Error::UnknownPointer) if there is none.
     fn free_raw(&self, ptr: DevicePtr) -> Result<()>;
 
-    /// The same for a caller that knows the device: an allocator with a table per device searches only that one.
+    /// As [`free_raw`](Self::free_raw), for a caller that knows the device: an allocator with a table per device
+    /// searches only that table.
     fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
         let _ = device;
         self.free_raw(ptr)
     }
 
-    /// Records that work on `stream` uses the allocation that starts at `ptr`: after its free it is reused only when
-    /// the work that the stream holds then is done. Null, and the stream that it was allocated for, are ignored.
+    /// Records that work on `stream` uses the allocation that starts at `ptr`. Its memory is then reused only after the
+    /// work that the stream holds at the time of the free is done. Null, and the stream that the allocation was made
+    /// for, are ignored.
     fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()>;
 
     /// The allocation that starts at `ptr`.
     fn find(&self, ptr: DevicePtr) -> Result<Allocation>;
 
-    /// As [`free_raw`](Self::free_raw), of an allocation of this allocator that the caller owns.
+    /// As [`free_raw`](Self::free_raw), for an allocation of this allocator that the caller owns.
     fn free(&self, allocation: Allocation) -> Result<()> {
         self.free_raw(allocation.ptr)
     }
 
-    /// The same for destructors: makes no driver call. What needs one is done by a later call.
+    /// As [`free`](Self::free), for destructors: makes no driver call, and leaves any that are needed to a later call.
     fn free_later(&self, allocation: Allocation);
 
-    /// As [`record_use_raw`](Self::record_use_raw), of an allocation that the caller owns.
+    /// As [`record_use_raw`](Self::record_use_raw), for an allocation that the caller owns.
     fn record_use(&self, allocation: Allocation, stream: StreamId) -> Result<()> {
         self.record_use_raw(allocation.ptr, stream)
     }
 
-    /// The same for destructors, of work that is in these streams and not in a capture: makes no driver call. They are
-    /// distinct.
+    /// As [`record_use`](Self::record_use), for destructors: makes no driver call. The streams are distinct, and their
+    /// work is not part of a capture.
     fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
         for &stream in streams {
             // It fails only for an allocation that does not exist.
@@ -164,51 +168,52 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
         }
     }
 
-    /// A graph owns the allocation: until as many calls of [`end_hold`](Self::end_hold), every free of it is
-    /// [`Error::HeldByGraph`](crate::Error::HeldByGraph).
+    /// Records that a graph owns the allocation. Freeing it fails with
+    /// [`Error::HeldByGraph`](crate::Error::HeldByGraph) until every `hold` is matched by an
+    /// [`end_hold`](Self::end_hold).
     #[doc(hidden)]
     fn hold(&self, allocation: Allocation, key: GraphKey) -> Result<()> {
         let _ = (allocation, key);
         Ok(())
     }
 
-    /// See [`hold`](Self::hold).
+    /// Ends one [`hold`](Self::hold).
     #[doc(hidden)]
     fn end_hold(&self, allocation: Allocation, key: GraphKey) {
         let _ = (allocation, key);
     }
 
-    /// Returns cached memory that nothing uses to the driver. Returns how many bytes. For the default pool, that is its
-    /// memory and that of all released private pools; another pool is trimmed only if it is released.
+    /// Returns unused cached memory to the driver, and returns the number of bytes. For the default pool, this includes
+    /// the memory of all released private pools. A private pool is trimmed only if it is released.
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64>;
 
     /// The largest request that could succeed without waiting or releasing anything: the larger of the device's free
     /// memory and the largest cached block.
     fn largest_available(&self, device: DeviceId) -> Result<u64>;
 
-    /// Limits what it reserves to this share of the device's memory; 1 is no limit.
+    /// Limits reserved memory to this fraction of the device's memory; 1 is no limit.
     /// [`Error::Fraction`](crate::Error::Fraction) outside of [0, 1].
     fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()>;
 
-    /// The share that is set.
+    /// The fraction that is set.
     fn memory_fraction(&self, device: DeviceId) -> Result<f64>;
 
-    /// The statistics.
+    /// The statistics of a device.
     fn stats(&self, device: DeviceId) -> Result<Stats>;
 
-    /// Sets every peak to its current value.
+    /// Resets every peak to the current value.
     fn reset_peak_stats(&self, device: DeviceId) -> Result<()>;
 
-    /// Sets accumulated statistics to 0.
+    /// Resets the accumulated statistics to 0.
     fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()>;
 
     /// The state of all devices as plain data.
     fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot>;
 
-    /// Starts to record the history, or stops and clears it (`None`).
+    /// Starts recording the history, or stops and clears it (`None`).
     fn record_history(&self, options: Option<HistoryOptions>) -> Result<()>;
 
-    /// Its observers.
+    /// The observers of this allocator.
     fn observers(&self) -> &Observers;
 
     /// Its private pools; [`Error::Unsupported`](crate::Error::Unsupported) if it has none.

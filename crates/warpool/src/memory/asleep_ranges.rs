@@ -1,5 +1,6 @@
-//! Which addresses of an [`Instance`] sleep, for calls that know the memory that they are about to use: replays and
-//! typed work are refused before the driver is called, which would fail with an illegal address and lose the device.
+//! The address ranges of an [`Instance`] that are asleep. Calls that know the memory they are about to use (replays,
+//! typed work) fail here, before the work reaches the device: it would cause an illegal address error, after which the
+//! device is unusable.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -10,7 +11,7 @@ use warpool_driver::{DevicePtr, Driver};
 use crate::instance::{Extension, ExtensionSlot};
 use crate::{Error, Instance, Result, lock};
 
-/// Ranges of addresses without memory, by their start.
+/// Address ranges without memory, by their start.
 #[derive(Default)]
 pub(super) struct AsleepRanges(Mutex<BTreeMap<u64, Range>>);
 
@@ -34,27 +35,27 @@ impl Instance {
         self.extensions().get_or_init(AsleepRanges::default)
     }
 
-    /// A range sleeps, or is about to.
+    /// Adds a range that is asleep, or about to be.
     pub(super) fn add_asleep(&self, ptr: u64, bytes: u64, tag: &Arc<str>) {
         let mut ranges = lock(&self.asleep_ranges().0);
         ranges.insert(ptr, Range { end: ptr + bytes, tag: Arc::clone(tag) });
         self.ranges_asleep().store(ranges.len(), Ordering::Release);
     }
 
-    /// The range that starts there does not sleep, or is gone.
+    /// Removes the range that starts there: it is awake, or gone.
     pub(super) fn remove_asleep(&self, ptr: u64) {
         let mut ranges = lock(&self.asleep_ranges().0);
         ranges.remove(&ptr);
         self.ranges_asleep().store(ranges.len(), Ordering::Release);
     }
 
-    /// Whether any memory sleeps. One load.
+    /// Whether any memory is asleep. One load.
     #[inline]
     pub(crate) fn has_asleep(&self) -> bool {
         self.ranges_asleep().load(Ordering::Acquire) > 0
     }
 
-    /// Fails if the memory at `ptr` sleeps. `what` is what the caller cannot do then.
+    /// Fails if the memory at `ptr` is asleep. `what` names the operation that the caller cannot do then.
     pub(crate) fn expect_awake_at(&self, ptr: DevicePtr, what: &'static str) -> Result<()> {
         let ranges = lock(&self.asleep_ranges().0);
         match ranges.range(..=ptr.0).next_back() {

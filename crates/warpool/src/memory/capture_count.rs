@@ -1,5 +1,5 @@
-//! How many captures are active that an allocator was told of, on all its devices together: another device's stream may
-//! have used this one's memory, and a thread that captures is restricted on every device.
+//! The number of active captures that were reported to an allocator, over all its devices: a stream of another device
+//! may have used this device's memory, and a capturing thread is restricted on every device.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -18,7 +18,8 @@ impl CaptureCount {
         self.0.load(Ordering::Acquire) > 0
     }
 
-    /// A capture begins; `prepare` is what can no longer be done during it. It is not counted if that fails or panics.
+    /// Counts a capture that begins, after `prepare` has done what cannot be done during it. The capture is not counted
+    /// if `prepare` fails or panics.
     pub(crate) fn begin(&self, prepare: impl FnOnce() -> Result<()>) -> Result<()> {
         self.0.fetch_add(1, Ordering::AcqRel);
         let unwinds = OnUnwind::new(|| {

@@ -1,4 +1,4 @@
-//! Where the memory of a graph comes from while it is captured: what a graph stores in its
+//! The source of a graph's memory during its capture, as the graph stores it in its
 //! [`CaptureRecord`](crate::capture::CaptureRecord).
 
 use std::sync::Arc;

@@ -7,13 +7,13 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 use super::{Allocation, MemPoolId};
 use crate::{Error, Result};
 
-/// A number that tells an allocator from all others, of any kind.
+/// A number that identifies an allocator among those of all kinds.
 pub(super) fn next_allocator_key() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// The blocks of a pool that were allocated at some moment.
+/// The blocks of a pool that were allocated when the checkpoint was taken.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolCheckpoint {
     /// The allocator of the pool.
@@ -38,11 +38,11 @@ impl SavedBlock {
     }
 }
 
-/// The streams that use a block beside its own.
+/// The streams other than its own that use a block.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct BlockUses {
     pub(super) streams: Vec<StreamId>,
-    /// Those that used it while they captured, if the allocator tells them apart.
+    /// Streams that used it while they were capturing, if the allocator distinguishes them.
     pub(super) in_capture: Vec<StreamId>,
 }
 
@@ -51,12 +51,12 @@ impl PoolCheckpoint {
         self.device
     }
 
-    /// Fails unless it is one of that allocator.
+    /// Fails unless it was taken from that allocator.
     pub(crate) fn expect_of(&self, allocator: u64) -> Result<()> {
         if self.allocator == allocator { Ok(()) } else { Err(Error::ForeignAllocator { pool: self.pool }) }
     }
 
-    /// The pool.
+    /// The pool that it was taken from.
     #[must_use]
     pub const fn pool(&self) -> MemPoolId {
         self.pool
@@ -73,9 +73,9 @@ pub(super) fn lent_block(ptr: u64) -> String {
     format!("the block at {ptr:#x} serves a request of the default pool, which ran out of memory; free it first")
 }
 
-/// What restoring a checkpoint did. An address may be in both lists: its block is another one now. Blocks that graphs
-/// own stay as they are, and are in neither; so do those that serve requests of the default pool
-/// ([`use_on_oom`](super::PoolOptions::use_on_oom)).
+/// The result of restoring a checkpoint. An address may be in both lists: its block is a new one then. Blocks that
+/// graphs own, and blocks that serve requests of the default pool ([`use_on_oom`](super::PoolOptions::use_on_oom)), do
+/// not change and are in neither list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Restored {
     /// Blocks that were allocated and are freed now: their owners must not use or free them any more.
@@ -85,7 +85,7 @@ pub struct Restored {
 }
 
 impl PoolCheckpoint {
-    /// Whether a saved block lies in that range, in part or as a whole.
+    /// Whether a saved block overlaps that range.
     pub(super) fn overlaps(&self, start: u64, end: u64) -> bool {
         let behind = self.blocks.partition_point(|block| block.end() <= start);
         self.blocks.get(behind).is_some_and(|block| block.ptr < end)

@@ -15,7 +15,7 @@ use crate::{Instance, Result, Stream};
 /// It keeps its allocator and the driver alive.
 pub struct DeviceBlock {
     allocator: Arc<dyn DeviceAllocator>,
-    /// That of the allocator.
+    /// The key of the allocator's instance.
     instance: InstanceKey,
     allocation: Allocation,
 }
@@ -27,19 +27,20 @@ impl DeviceBlock {
         Self::allocate_of(allocator, instance, request)
     }
 
-    /// The same from an allocator of `instance`.
+    /// As [`allocate`](Self::allocate), from an allocator of `instance`.
     #[inline]
     fn allocate_of(allocator: &Arc<dyn DeviceAllocator>, instance: InstanceKey, request: Request) -> Result<Self> {
         let allocation = allocator.allocate_raw(request)?;
         Ok(Self { allocator: Arc::clone(allocator), instance, allocation })
     }
 
-    /// Takes ownership of what a raw call allocated.
+    /// Takes ownership of a raw allocation.
     ///
     /// # Safety
-    /// `allocation` is what [`allocate_raw`](DeviceAllocator::allocate_raw) of `allocator` returned (or
-    /// [`into_raw`](Self::into_raw) of a block of it), has not been freed, has no other owner, and is not freed
-    /// otherwise from here on. Typed memory is made of blocks, so safe code writes wherever the block says it is.
+    /// `allocation` must come from [`allocate_raw`](DeviceAllocator::allocate_raw) of `allocator` (or from
+    /// [`into_raw`](Self::into_raw) of one of its blocks), must not have been freed, must have no other owner, and must
+    /// not be freed in any other way from now on. Typed buffers are built on blocks, so safe code writes to the memory
+    /// that the block describes.
     #[must_use]
     #[expect(unsafe_code, reason = "nothing can check that the memory has no other owner")]
     pub unsafe fn from_raw(allocator: Arc<dyn DeviceAllocator>, allocation: Allocation) -> Self {
@@ -47,7 +48,7 @@ impl DeviceBlock {
         Self { allocator, instance, allocation }
     }
 
-    /// Gives up ownership: it has to be freed by a raw call.
+    /// Gives up ownership: the memory has to be freed by a raw call.
     #[must_use = "it is not freed otherwise"]
     pub fn into_raw(mut self) -> Allocation {
         let allocation = self.allocation;
@@ -105,7 +106,7 @@ impl DeviceBlock {
         self.allocator.record_use(self.allocation, stream.id())
     }
 
-    /// Records that work that is in `streams` uses it too. No driver call.
+    /// Records that work in `streams` uses it too. Makes no driver call.
     pub(crate) fn record_replays(&self, streams: &[StreamId]) {
         if !self.allocation.ptr.is_null() {
             self.allocator.record_uses_later(self.allocation, streams);
@@ -127,7 +128,7 @@ impl DeviceBlock {
         instance.expect_same(self.allocator.instance(), "the block")
     }
 
-    /// Frees it, and records fences in other streams that used it. It is freed also on an error.
+    /// Frees it, and records fences in other streams that used it. It is freed even if that fails.
     pub fn free(mut self) -> Result<()> {
         let allocation = self.allocation;
         self.allocation.ptr = DevicePtr(0);
@@ -149,14 +150,14 @@ impl fmt::Debug for DeviceBlock {
     }
 }
 
-/// Allocation of owned blocks, for allocators behind an [`Arc`].
+/// Allocation of owned blocks, for allocators in an [`Arc`].
 ///
-/// Whoever calls it checks the size of a block where that counts: any type may implement it.
+/// Any type may implement it, so a caller that relies on a block's size must check it.
 pub trait Allocate {
     /// Memory for work on `stream`, from the pool that the thread or the stream is routed to.
     fn allocate(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock>;
 
-    /// Memory from that pool, which must be one of this allocator on the stream's device.
+    /// Memory from `pool`, which must belong to this allocator and to the stream's device.
     fn allocate_in(&self, pool: &MemPool, bytes: u64, stream: &Stream) -> Result<DeviceBlock>;
 }
 

@@ -1,4 +1,4 @@
-//! Holds: what a graph owns is freed by the graph alone, whatever raw calls are made with its address.
+//! Holds: a block that a graph owns is freed only by the graph, even if raw calls are made with its address.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ impl Drop for BlockHold {
     }
 }
 
-/// A block of a graph, or of what a graph uses.
+/// A block that a graph owns, directly or through an object that it uses.
 pub(crate) struct HeldBlock {
     // Dropped before the block.
     _hold: BlockHold,

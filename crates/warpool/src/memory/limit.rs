@@ -26,7 +26,7 @@ impl Limits {
         Ok(())
     }
 
-    /// The lower of both; `None` is no limit.
+    /// The lower of the two limits; `None` is no limit.
     pub(crate) fn bytes(self, bytes_total: u64) -> Option<u64> {
         limit_bytes(bytes_total, self.fraction, self.cap)
     }
@@ -43,7 +43,7 @@ pub(crate) fn limit_bytes(bytes_total: u64, fraction: f64, cap: Option<u64>) -> 
     [by_fraction, cap].into_iter().flatten().min()
 }
 
-/// A share of `bytes`, to the nearest byte.
+/// A fraction of `bytes`, rounded to the nearest byte.
 #[expect(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,

@@ -32,32 +32,32 @@
 //!
 //! - [`DeviceAllocator`] is the trait of all allocators of device memory: [`CachingAllocator`], which places every
 //!   block where PyTorch's native allocator would, [`PagedAllocator`], which maps physical pages where they are needed
-//!   and so loses almost no memory, and [`DriverPoolAllocator`], over the driver's own pools.
-//!   [`DeviceBlock`] is owned memory; the raw calls of the trait are for C and for replays.
+//!   and so has almost no fragmentation, and [`DriverPoolAllocator`], over the driver's own pools. [`DeviceBlock`] is
+//!   owned memory; the raw calls of the trait are for C and for replays.
 //! - [`HostAllocator`] allocates pinned host memory, as [`HostBlock`]s, for all devices.
 //! - [`PluggableAllocator`] is a device allocator over a user's functions, an [`ExternalAllocator`];
 //!   [`ExternalUpstream`] makes them the upstream of one pool.
 //! - [`Limited`] and [`Traced`] are [`Decorator`]s: each wraps any allocator and adds one thing.
 //! - [`MemPool`] and [`PrivatePools`]: private pools, for graphs and for programs that want memory of their own.
-//! - [`Settings`]: PyTorch's settings strings, parsed strictly; [`lint`] reports what of one has no effect.
-//!   [`SizeRules`]: what a request is rounded to and when a block is split.
+//! - [`Settings`]: PyTorch's settings strings, parsed strictly; [`lint`] reports settings without effect.
+//!   [`SizeRules`]: how a request is rounded and when a block is split.
 //! - [`Stats`], [`HistoryOptions`], [`Snapshot`]: statistics, allocation history and state, in PyTorch's terms.
-//! - [`Observers`]: callbacks, also for when memory runs short.
+//! - [`Observers`]: callbacks, including those for low memory.
 //!
 //! # Differences from PyTorch
-//! - A search of cached memory never waits for another thread's driver call: those are made under a lock of their own.
+//! - A search of cached memory never waits for another thread's driver call: these are made under a separate lock.
 //!   `release_lock_on_cudamalloc` is accepted and always on.
 //! - Trackers, observers and callbacks are called without any lock, and may call the allocator. Entries of one thread
 //!   arrive in order.
 //! - Dropping a [`DeviceBlock`] makes no driver call: fences in streams that used it are recorded by the next call.
 //!   [`DeviceBlock::free`] records them at once.
 //! - An unknown pointer, a removed pool, a stream of another device are errors, not assertions.
-//! - While another stream captures, events are still queried, with the thread in relaxed capture mode for the call: no
-//!   capture is invalidated. A stream that captures is never waited for.
-//! - The release of oversize segments to make room spares private pools: a graph may use them.
-//! - A private pool is removed with its last segment; no pairs of calls have to match for that.
+//! - While another stream is capturing, events are still queried, with the thread in relaxed capture mode for the call,
+//!   so that no capture is invalidated. The allocator never waits for a capturing stream.
+//! - Oversize segments of private pools are not released to make room: a graph may use them.
+//! - A private pool is removed with its last segment, independent of paired calls.
 //! - [`CachingAllocator::allocate_at`] writes no history entries about the parts that it splits off.
-//! - Sharing a block with other processes is left to the caller: [`MappedPart`]s tell what it is mapped to.
+//! - Sharing a block with other processes is left to the caller: [`MappedPart`]s describe its mappings.
 
 mod allocator;
 mod asleep_ranges;

@@ -8,11 +8,11 @@ use warpool_driver::{DeviceId, StreamId};
 use super::{DeviceAllocator, MemPoolId, PoolOptions, PoolUser, Route};
 use crate::{Device, Error, Result};
 
-/// A handle of a pool, which keeps the pool and its allocator. Clones are the same handle.
+/// A handle of a pool, which keeps the pool and its allocator alive. Clones share one handle.
 ///
-/// A pool lives as long as a handle, an open scope or a graph uses it; no call can end a use that is not its own. When
-/// the last is gone, the pool's cached memory is returned as soon as the allocator needs memory or is trimmed, without
-/// a driver call in a destructor. [`close`](Self::close) returns it at once.
+/// A pool lives as long as a handle, an open scope or a graph uses it; a call can only end its own use. After the last
+/// use, the pool's cached memory is returned when the allocator needs memory or is trimmed, never by a driver call in a
+/// destructor. [`close`](Self::close) returns it at once.
 #[derive(Clone)]
 pub struct MemPool(Arc<PoolUse>);
 
@@ -21,7 +21,7 @@ struct PoolUse {
     allocator: Arc<dyn DeviceAllocator>,
     device: DeviceId,
     id: MemPoolId,
-    /// Whether it is the use of the pool's creator. Without it the pool no longer serves the default pool.
+    /// Whether it is the use of the pool's creator. When that ends, the pool no longer serves the default pool.
     by_creator: bool,
 }
 
@@ -90,7 +90,7 @@ impl MemPool {
         Ok(())
     }
 
-    /// Decorators have the pools of the allocator inside.
+    /// The pools of a decorator are those of the inner allocator.
     fn is_of(&self, allocator: &dyn DeviceAllocator) -> bool {
         match (self.0.allocator.pools(), allocator.pools()) {
             (Ok(mine), Ok(theirs)) => std::ptr::addr_eq(mine, theirs),
@@ -98,15 +98,15 @@ impl MemPool {
         }
     }
 
-    /// Records that replays on `streams` use its memory beside what it was allocated for. No driver call.
+    /// Records that replays on `streams` use its memory, in addition to its allocation streams. Makes no driver call.
     pub(crate) fn record_replays(&self, streams: &[StreamId]) {
         if let Ok(pools) = self.0.allocator.pools() {
-            // It fails only for an unknown pool, and this is one of its uses.
+            // This fails only for an unknown pool, and this handle is one of its uses.
             let _ = pools.record_pool_uses(self.0.device, self.0.id, streams);
         }
     }
 
-    /// Fails if it sleeps. `what` is what the caller cannot do then.
+    /// Fails if it is asleep. `what` names the operation that the caller cannot do then.
     pub(crate) fn expect_awake(&self, what: &'static str) -> Result<()> {
         let Some(sleep) = self.0.allocator.pools()?.sleep() else { return Ok(()) };
         sleep.expect_awake(self.0.device, self.0.id).map_err(|error| match error {
@@ -145,7 +145,7 @@ impl Drop for PoolUse {
             return;
         }
         if let Ok(pools) = self.allocator.pools() {
-            // They fail only for an unknown pool, and this is one of its uses.
+            // These fail only for an unknown pool, and this handle is one of its uses.
             if self.by_creator {
                 let _ = pools.set_use_on_oom(self.device, self.id, false);
             }
@@ -182,7 +182,7 @@ impl Drop for PoolScope {
             return;
         }
         if let Ok(pools) = allocator.pools() {
-            // It fails only if no scope is open.
+            // This fails only if no scope is open.
             let _ = pools.end_routing_as(*device, *id, PoolUser::HANDLE);
         }
     }

@@ -1,7 +1,7 @@
-//! The pools of a device that sleep, for the allocators that have [`PoolSleep`](super::PoolSleep).
+//! The sleeping pools of a device, for allocators that implement [`PoolSleep`](super::PoolSleep).
 //!
 //! An allocator keeps its segments and blocks as they are while a pool sleeps. It serves no request from such a pool,
-//! and counts the memory that the driver got back neither as reserved nor against a limit.
+//! and counts its released memory neither as reserved nor against a limit.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,15 +15,15 @@ use crate::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScopeId(pub(crate) u64);
 
-/// How much of a pool's memory the driver got back.
+/// How much of a pool's memory is released while it sleeps.
 #[doc(hidden)]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Asleep {
-    /// Whose memory it is, for messages.
+    /// The tag of the memory, for messages.
     pub tag: Arc<str>,
     /// Bytes of segments for small requests.
     pub bytes_small: u64,
-    /// Bytes of the others.
+    /// Bytes of the other segments.
     pub bytes_large: u64,
 }
 
@@ -36,7 +36,7 @@ impl Asleep {
     }
 }
 
-/// The pools of one device that sleep.
+/// The sleeping pools of one device.
 #[derive(Debug, Default)]
 pub(crate) struct SleepingPools {
     by_pool: BTreeMap<MemPoolId, Asleep>,
@@ -44,7 +44,7 @@ pub(crate) struct SleepingPools {
 }
 
 impl SleepingPools {
-    /// Fails if the pool sleeps.
+    /// Fails if the pool is asleep.
     pub(crate) fn expect_awake(&self, pool: MemPoolId) -> Result<()> {
         match self.by_pool.get(&pool) {
             Some(asleep) => Err(Error::TagAsleep { tag: asleep.tag.to_string() }),
@@ -52,12 +52,12 @@ impl SleepingPools {
         }
     }
 
-    /// Bytes that the driver got back.
+    /// The released bytes of all sleeping pools.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes.all.current
     }
 
-    /// How many bytes more the device needs after [`set`](Self::set).
+    /// How many more bytes of the device are in use after [`set`](Self::set).
     pub(crate) fn bytes_more(&self, pool: MemPoolId, asleep: &Asleep) -> u64 {
         let sum = |asleep: &Asleep| asleep.bytes_small + asleep.bytes_large;
         self.by_pool.get(&pool).map_or(0, sum).saturating_sub(sum(asleep))
@@ -76,7 +76,7 @@ impl SleepingPools {
         }
     }
 
-    /// What sleeps is not reserved.
+    /// Subtracts sleeping memory from the reserved bytes.
     pub(crate) fn write(&self, stats: &mut Stats) {
         let (reserved, asleep) = (&mut stats.reserved_bytes, &self.bytes);
         subtract(&mut reserved.all, asleep.all);
@@ -102,7 +102,7 @@ impl SleepingPools {
     }
 }
 
-/// Memory that fell asleep was given back, memory that woke was allocated again.
+/// Memory that was put to sleep counts as freed, memory that woke as allocated again.
 fn subtract(reserved: &mut Stat, asleep: Stat) {
     reserved.current = reserved.current.saturating_sub(asleep.current);
     reserved.allocated += asleep.freed;

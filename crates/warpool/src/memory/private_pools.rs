@@ -16,8 +16,8 @@ use crate::{Error, Result};
 pub struct PoolOptions {
     /// Where its segments come from; `None` is the driver.
     pub upstream: Option<Arc<dyn Upstream>>,
-    /// Whether its free blocks serve the default pool when it cannot get a new segment. Not after a capture allocated
-    /// from it: the graph goes on using that memory.
+    /// Whether its free blocks serve the default pool when it cannot get a new segment. Not after a capture has
+    /// allocated from it: the graph continues to use that memory.
     pub use_on_oom: bool,
     /// Whether each of its blocks is a whole segment.
     pub no_split: bool,
@@ -43,26 +43,26 @@ pub trait Upstream: Send + Sync {
     /// reaches the end of the address space or overlaps what the allocator has, are an error.
     fn allocate(&self, device: DeviceId, bytes: u64, stream: StreamId) -> Result<Option<DevicePtr>>;
 
-    /// Frees it. Work of the stream that used it may still run. After an error the pool keeps it, and frees it again
-    /// later.
+    /// Frees memory that [`allocate`](Self::allocate) returned. Work of its stream that uses it may still run. After an
+    /// error the pool keeps the memory, and retries the free later.
     fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: StreamId) -> Result<()>;
 }
 
 /// Which requests go to a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
-    /// Those of this thread.
+    /// Requests of this thread.
     Thread(ThreadId),
-    /// Those for streams that take part in this capture.
+    /// Requests for streams that take part in this capture.
     Capture(CaptureId),
-    /// Those for this stream.
+    /// Requests for this stream.
     Stream(StreamId),
-    /// All of the device.
+    /// All requests on the device.
     Everything,
 }
 
-/// Whose use of a pool, or whose scope, a call is about. Each ends only its own: a raw call cannot release a pool from
-/// under a graph, nor end the routing of a capture.
+/// The kind of user whose use of a pool, or whose scope, a call begins or ends. Each kind ends only its own uses and
+/// scopes: a raw call cannot release a pool that a graph uses, nor end the routing of a capture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolUser {
     is_handle: bool,
@@ -116,7 +116,7 @@ pub trait PrivatePools: Send + Sync {
     /// Creates a pool with one use, the creator's, which [`release_pool`](Self::release_pool) ends: `(0, n)`.
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId>;
 
-    /// The same for a graph: `(n, 0)`.
+    /// As [`create_pool`](Self::create_pool), for a graph: `(n, 0)`.
     fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId>;
 
     /// Adds a use, which [`release_pool`](Self::release_pool) ends.
@@ -124,9 +124,8 @@ pub trait PrivatePools: Send + Sync {
         self.retain_pool_as(device, pool, PoolUser::RAW)
     }
 
-    /// Ends a use of those that [`create_pool`](Self::create_pool), [`create_graph_pool`](Self::create_graph_pool) and
-    /// [`retain_pool`](Self::retain_pool) have begun; [`Error::PoolNotRetained`] if none of them is left. Makes no
-    /// driver call.
+    /// Ends one of the uses that [`create_pool`](Self::create_pool), [`create_graph_pool`](Self::create_graph_pool) and
+    /// [`retain_pool`](Self::retain_pool) have begun; [`Error::PoolNotRetained`] if none is left. Makes no driver call.
     fn release_pool(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
         self.release_pool_as(device, pool, PoolUser::RAW)
     }
@@ -140,12 +139,11 @@ pub trait PrivatePools: Send + Sync {
     /// The number of uses.
     fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32>;
 
-    /// Whether its free blocks serve the default pool before that runs out of memory.
+    /// Sets whether its free blocks serve the default pool before that runs out of memory.
     fn set_use_on_oom(&self, device: DeviceId, pool: MemPoolId, on: bool) -> Result<()>;
 
-    /// Opens a scope: requests that match `route` are served by the pool. Of several open scopes the newest that
-    /// matches counts. Adds a use. [`Error::AlreadyRouting`](crate::Error::AlreadyRouting) if the pool has an open
-    /// scope.
+    /// Opens a scope: requests that match `route` are served by the pool. If several open scopes match, the newest
+    /// applies. Adds a use. [`Error::AlreadyRouting`](crate::Error::AlreadyRouting) if the pool has an open scope.
     fn begin_routing(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<()> {
         self.begin_routing_as(device, pool, route, PoolUser::RAW)
     }
@@ -172,19 +170,19 @@ pub trait PrivatePools: Send + Sync {
     /// Closes a scope of `user`.
     fn end_routing_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()>;
 
-    /// A capture is about to begin on a stream of the device: from here on, requests and frees check the capture status
-    /// of their streams. To be called before the driver's `capture_begin`, so that no other thread waits for the stream
-    /// meanwhile.
+    /// Announces that a capture is about to begin on a stream of the device: from now on, requests and frees check the
+    /// capture status of their streams. Call it before the driver's `capture_begin`, so that no other thread waits for
+    /// the stream meanwhile.
     fn capture_began(&self, device: DeviceId) -> Result<()>;
 
-    /// The capture ended; to be called after the driver's `capture_end`.
+    /// Announces that the capture ended. Call it after the driver's `capture_end`.
     fn capture_ended(&self, device: DeviceId) -> Result<()>;
 
     /// Records that work on `streams` uses the pool's memory although it was allocated for other streams, as replays of
-    /// a graph do. That work is waited for before the pool's memory returns to the driver. Makes no driver call.
+    /// a graph do. The pool's memory is returned to the driver only after that work is done. Makes no driver call.
     fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()>;
 
-    /// What [`Tags`](super::Tags) need of it; `None` if its pools cannot sleep.
+    /// The interface that [`Tags`](super::Tags) need; `None` if its pools cannot sleep.
     #[doc(hidden)]
     fn sleep(&self) -> Option<&dyn PoolSleep> {
         None
@@ -194,29 +192,29 @@ pub trait PrivatePools: Send + Sync {
     fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool>;
 }
 
-/// What an allocator does for memory that sleeps. For [`Tags`](super::Tags) alone.
+/// The interface of an allocator for sleeping memory. Only for [`Tags`](super::Tags).
 #[doc(hidden)]
 pub trait PoolSleep: Send + Sync {
-    /// Opens a scope of a pool beside those that it has, and adds a use.
+    /// Opens another scope of a pool, and adds a use.
     fn open_scope(&self, device: DeviceId, pool: MemPoolId, route: Route) -> Result<ScopeId>;
 
-    /// Closes it. Makes no driver call.
+    /// Closes a scope. Makes no driver call.
     fn close_scope(&self, device: DeviceId, pool: MemPoolId, scope: ScopeId);
 
-    /// Whether captures are under way that it was told of.
+    /// Whether captures are active that were reported to the allocator.
     fn has_captures(&self) -> bool;
 
     /// Waits for pending frees of the device, and returns the free segments of a pool in use to its upstream; none if
-    /// captures allocated from it. Returns how many bytes.
+    /// captures allocated from it. Returns the number of bytes.
     fn release_free_segments(&self, device: DeviceId, pool: MemPoolId) -> Result<u64>;
 
-    /// Sets what of a pool sleeps; `None` is awake. Makes no driver call.
+    /// Sets how much of a pool is asleep; `None` is awake. Makes no driver call.
     fn set_asleep(&self, device: DeviceId, pool: MemPoolId, asleep: Option<Asleep>) -> Result<()>;
 
-    /// Fails if a pool sleeps, with [`Error::TagAsleep`].
+    /// Fails with [`Error::TagAsleep`] if a pool is asleep.
     fn expect_awake(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
 
-    /// As [`set_asleep`](Self::set_asleep), before memory is allocated for what wakes. Returns `false`, and changes
-    /// nothing, if that would exceed a limit.
+    /// As [`set_asleep`](Self::set_asleep), before memory is allocated for the part that wakes. Returns `false`,
+    /// without any change, if that would exceed a limit.
     fn reserve_to_wake(&self, device: DeviceId, pool: MemPoolId, asleep: Asleep) -> Result<bool>;
 }

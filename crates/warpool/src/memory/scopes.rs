@@ -1,8 +1,8 @@
-//! The open scopes of a device's private pools: which requests are routed to which pool. Whether a pool exists is its
-//! keeper's part.
+//! The open scopes of a device's private pools: which requests are routed to which pool. Whether a pool exists is not
+//! tracked here.
 //!
-//! Of several scopes that match a request the newest counts. It is found by what the request has (thread, stream,
-//! capture), however many scopes are open.
+//! If several scopes match a request, the newest applies. It is looked up by the request's thread, stream and capture,
+//! so the cost does not depend on the number of open scopes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hash;
@@ -21,7 +21,7 @@ use crate::{Error, Result};
 #[derive(Default)]
 pub(crate) struct Scopes {
     open: RwLock<OpenScopes>,
-    /// How many there are: without any, a request takes no lock.
+    /// The number of open scopes. With none, a request takes no lock.
     count: AtomicU32,
 }
 
@@ -36,7 +36,7 @@ struct OpenScopes {
     threads: FxHashMap<ThreadId, BTreeSet<Age>>,
     streams: FxHashMap<StreamId, BTreeSet<Age>>,
     captures: FxHashMap<CaptureId, BTreeSet<Age>>,
-    /// Those with any route by capture.
+    /// The scopes with any route by capture.
     with_captures: BTreeSet<Age>,
     for_everything: BTreeSet<Age>,
 }
@@ -120,7 +120,7 @@ impl Scopes {
         Ok(())
     }
 
-    /// Opens a scope beside those that the pool has, of any user. It is ended by its id alone.
+    /// Opens another scope of a pool, regardless of other scopes and their users. It is closed only by its id.
     pub(crate) fn open(&self, pool: MemPoolId, route: Route) -> ScopeId {
         let mut open = self.write();
         let age = open.next;
@@ -131,7 +131,7 @@ impl Scopes {
         ScopeId(age)
     }
 
-    /// Ends a scope of [`open`](Self::open). Returns whether there was one.
+    /// Closes a scope of [`open`](Self::open). Returns whether there was one.
     pub(crate) fn close(&self, scope: ScopeId) -> bool {
         let mut open = self.write();
         let Some(closed) = open.by_age.remove(&scope.0) else { return false };

@@ -7,7 +7,7 @@ use super::{OomCause, OomReport, Request, Stats};
 pub(crate) struct Shortage<'a> {
     pub(crate) request: &'a Request,
     pub(crate) why: OomCause,
-    /// What was, or would have been, requested from the source.
+    /// The bytes that were, or would have been, requested from the source.
     pub(crate) bytes_segment: u64,
     pub(crate) memory: MemoryInfo,
     pub(crate) limit: Option<u64>,
@@ -19,7 +19,7 @@ impl Shortage<'_> {
     pub(crate) fn report(&self) -> OomReport {
         let (reserved, active) = (self.stats.reserved_bytes.all.current, self.stats.active_bytes.all.current);
         let allocated = self.stats.allocated_bytes.all.current;
-        // Other threads go on allocating while the figures are read.
+        // Other threads may allocate while the counters are read.
         let (pending, cached) = (active.saturating_sub(allocated), reserved.saturating_sub(active));
         OomReport {
             device: self.request.device,
@@ -36,7 +36,7 @@ impl Shortage<'_> {
             bytes_cached: cached,
             blocks_cached: u64::from(cached > 0),
             bytes_largest_cached: cached,
-            // No setting would place it otherwise.
+            // No setting would change the placement.
             expandable_segments: true,
             capturing: self.capturing,
             pages: None,

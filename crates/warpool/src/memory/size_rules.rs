@@ -1,8 +1,8 @@
-//! The size rules of PyTorch's caching allocator: what a request is rounded to, how large a segment is allocated for
-//! it, when a block is split, and which free blocks may serve a request.
+//! The size rules of PyTorch's caching allocator: how a request is rounded, how large a segment is allocated for it,
+//! when a block is split, and which free blocks may serve a request.
 //!
-//! Plain arithmetic on the settings. The caching allocator decides by these rules; a replay uses the same ones to
-//! explain what a recorded allocator did.
+//! Plain arithmetic on the settings. The caching allocator uses these rules, and a replay uses them to explain what a
+//! recorded allocator did.
 
 use crate::memory::{SegmentKind, Settings};
 
@@ -35,8 +35,8 @@ impl SizeRules {
     /// Requests of this size or more, an exbibyte, are refused.
     pub const REQUEST_TOO_LARGE: u64 = 1 << 60;
 
-    /// The rules under `settings`. A size of large segments that no string can set is clamped: all requests that share
-    /// them must fit, and none is larger than a request may be.
+    /// The rules under `settings`. A large segment size that no settings string allows is clamped: every request that
+    /// shares such segments must fit, and the size must not exceed the largest request.
     #[must_use]
     pub fn new(settings: &Settings) -> Self {
         Self {
@@ -66,7 +66,7 @@ impl SizeRules {
         Self::round_to_block(bytes)
     }
 
-    /// The smallest block size that holds `bytes`, whatever the settings.
+    /// The smallest block size that holds `bytes`, regardless of the settings.
     #[must_use]
     #[inline]
     pub const fn round_to_block(bytes: u64) -> u64 {
@@ -80,7 +80,7 @@ impl SizeRules {
         if size <= Self::SMALL_REQUEST_MAX { SegmentKind::Small } else { SegmentKind::Large }
     }
 
-    /// The kind of a segment, or of what was mapped at once for one, by its size.
+    /// The kind of a segment, or of a range that was mapped by one step, by its size.
     #[must_use]
     pub const fn kind_of_segment(bytes: u64) -> SegmentKind {
         if bytes <= SMALL_SEGMENT_BYTES { SegmentKind::Small } else { SegmentKind::Large }

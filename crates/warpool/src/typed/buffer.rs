@@ -1,10 +1,10 @@
 //! The memory of one vector.
 //!
-//! Device memory that only its own stream has used, outside of captures, is private to that stream and needs no
-//! bookkeeping: the order of the stream protects it, and the allocator knows the stream. So a new buffer is a block and
-//! nothing else. From the first use in another stream or in a capture on it is tracked (`tracked.rs`), which costs an
-//! allocation, and its uses are recorded. Once it has a label it is tracked too, but stays private.
-//! Pinned memory is tracked from the start: the host asks for its uses.
+//! Device memory that only its own stream has used, outside of captures, is private to that stream, and its uses need
+//! no record: stream order protects it, and the allocator knows the stream. So a new buffer is only a block. From its
+//! first use in another stream or in a capture it is tracked (`tracked.rs`), which costs an allocation, and its uses
+//! are recorded. A buffer with a label is tracked too, but stays private. Pinned memory is tracked from the start,
+//! because the host checks its uses.
 
 use std::fmt;
 use std::sync::atomic::{Ordering, fence};
@@ -18,7 +18,7 @@ use crate::memory::{DeviceBlock, HostBlock};
 use crate::{Instance, Result, Stream};
 
 pub(super) struct Buffer {
-    /// Device memory. It owns it until it is tracked; from then on `tracked` does.
+    /// The block, if it is device memory. Owned here until it is tracked; then `tracked` owns it.
     block: Option<DeviceBlock>,
     tracked: OnceLock<Arc<Tracked>>,
 }
@@ -33,7 +33,7 @@ impl Buffer {
         Self { block: None, tracked: OnceLock::from(Tracked::pinned(block, instance)) }
     }
 
-    /// Its uses, recorded from here on.
+    /// Its uses, which are recorded from now on.
     #[inline]
     pub(super) fn tracked(&self) -> &Arc<Tracked> {
         match self.tracked.get() {
@@ -50,15 +50,15 @@ impl Buffer {
         })
     }
 
-    /// Whether a use in `stream`, outside of captures, needs no record: the buffer is private to that stream.
+    /// Whether the buffer is private to `stream`, so that a use there, outside of captures, needs no record.
     #[inline]
     pub(super) fn is_private_to(&self, stream: &Stream) -> bool {
         self.block.as_ref().is_some_and(|block| block.is_of_stream(stream))
             && self.tracked.get().is_none_or(|tracked| tracked.is_private())
     }
 
-    /// Its uses, if it is private no more since work was queued whose use was not recorded. The fence is one half of
-    /// what [`Tracked::share`] says.
+    /// Its uses, if it stopped being private after work was enqueued whose use was not recorded. The fence is one half
+    /// of the protocol described at [`Tracked::share`].
     #[inline]
     pub(super) fn shared_meanwhile(&self) -> Option<&Arc<Tracked>> {
         fence(Ordering::SeqCst);
@@ -72,7 +72,7 @@ impl Buffer {
         }
     }
 
-    /// Where it is, if it is device memory.
+    /// Its address, if it is device memory.
     pub(super) fn device_ptr(&self) -> Option<DevicePtr> {
         self.block.as_ref().map(DeviceBlock::ptr)
     }
@@ -86,7 +86,7 @@ impl Buffer {
         }
     }
 
-    /// The same as kernels see it: pinned memory has one address for the host and for all devices.
+    /// The same address as kernels see it: pinned memory has one address for the host and all devices.
     #[inline]
     pub(super) fn device_address(&self, offset: u64) -> DevicePtr {
         match self.address(offset) {
@@ -171,7 +171,7 @@ mod tests {
                 tracked.prepare(&mut *tracked.lock_uses()?, &other, span)?;
                 assert!(!buffer.is_private_to(&own) && buffer.shared_meanwhile().is_some());
             }
-            // It is freed once, by either owner.
+            // It is freed once, by one of the owners.
             assert_eq!(allocated()?, 4096);
             drop(buffer);
             assert_eq!(allocated()?, 0);

@@ -20,7 +20,7 @@ use crate::{Device, Instance, Result, Stream};
 pub(crate) struct CapturedBuffers {
     by_key: FxHashMap<usize, usize>,
     list: Vec<CapturedBuffer>,
-    /// The stream that alone uses all of them, since the first replay, if there was one.
+    /// The only stream that uses all of them, determined at the first replay; `None` if there was more than one.
     sole: OnceLock<Option<Arc<SoleStream>>>,
 }
 
@@ -28,15 +28,15 @@ struct CapturedBuffer {
     // Dropped before the buffer.
     _hold: Option<BlockHold>,
     buffer: Arc<Tracked>,
-    /// What a replay uses of it.
+    /// The bytes that a replay uses.
     span: Span,
     /// The uses in the capture, which order its streams.
     uses: Vec<(CaptureId, StreamId, Span)>,
 }
 
 impl CapturedBuffers {
-    /// Captures work in `stream`. Streams of the capture that used the same bytes are waited for, which makes edges of
-    /// the graph.
+    /// Captures work in `stream`. The stream waits for streams of the capture that used the same bytes, which adds
+    /// edges to the graph.
     pub(super) fn submit(
         capture: &StreamCapture,
         stream: &Stream,
@@ -50,13 +50,13 @@ impl CapturedBuffers {
             stream.wait_stream(&Stream::from_id(&Device::from_id(stream.instance(), stream.device_id()), other))?;
         }
         let outcome = queue();
-        // Also after a failure: a part of it may have been captured.
+        // Added even after a failure: part of the work may have been captured.
         record.with(|captured: &mut Self| captured.add(capture.id, stream.id(), accesses));
         outcome
     }
 
-    /// Work in `stream` was to run at once, but may have become part of the capture that the stream joined meanwhile:
-    /// its graph keeps the buffers. What it cannot keep is never freed.
+    /// Called if work in `stream` was meant to run at once, but may have become part of a capture that the stream
+    /// joined meanwhile: its graph keeps the buffers. A buffer that it cannot keep is never freed.
     #[cold]
     pub(super) fn keep(joined: &Joined, stream: &Stream, accesses: &[Access<'_>]) {
         for access in accesses {
@@ -86,7 +86,7 @@ impl CapturedBuffers {
     }
 
     fn insert(&mut self, entry: CapturedBuffer) {
-        // Another thread of the capture may have been first.
+        // Another thread of the capture may have added it.
         if let std::collections::hash_map::Entry::Vacant(vacant) = self.by_key.entry(key_of(&entry.buffer)) {
             vacant.insert(self.list.len());
             self.list.push(entry);
@@ -97,8 +97,8 @@ impl CapturedBuffers {
         self.by_key.get(&key_of(access.tracked())).map(|&at| &mut self.list[at])
     }
 
-    /// The other streams of the same capture whose work `accesses` must come after. A body of a conditional node is a
-    /// capture of its own, and as a whole in the order of the stream that it was captured in.
+    /// The other streams of the same capture whose work `accesses` must come after. The body of a conditional node is a
+    /// separate capture, and as a whole it is ordered in the stream that it was captured in.
     fn conflicts(&mut self, capture: CaptureId, stream: StreamId, accesses: &[Access<'_>]) -> Vec<StreamId> {
         let mut streams = Vec::new();
         if crate::defect::Defect::CaptureForgetsOrder.is_on() {
@@ -117,7 +117,7 @@ impl CapturedBuffers {
 
     fn add(&mut self, capture: CaptureId, stream: StreamId, accesses: &[Access<'_>]) {
         for access in accesses {
-            // One that could not be kept is never freed.
+            // A buffer that could not be kept is never freed.
             let Some(entry) = self.get_mut(access) else { continue };
             entry.span = entry.span.union(access.span);
             let same = |(of, other, span): &(CaptureId, StreamId, Span)| {
@@ -130,7 +130,8 @@ impl CapturedBuffers {
         }
     }
 
-    /// The capture has ended: uses in it order nothing any more, and replays lock the buffers in order.
+    /// Called when the capture has ended: its uses no longer matter for ordering, and the buffers are sorted for
+    /// locking by replays.
     pub(crate) fn finish(mut self) -> Self {
         self.by_key = FxHashMap::default();
         self.list.iter_mut().for_each(|entry| entry.uses = Vec::new());
@@ -138,13 +139,13 @@ impl CapturedBuffers {
         self
     }
 
-    /// Whether there are none.
+    /// Whether there are no buffers.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
 
-    /// Fails if one of them sleeps. `what` is what the caller cannot do then.
+    /// Fails if one of them is asleep. `what` names the operation that the caller cannot do then.
     pub(crate) fn expect_awake(&self, instance: &Instance, what: &'static str) -> Result<()> {
         self.list
             .iter()
@@ -180,8 +181,8 @@ impl CapturedBuffers {
         outcome
     }
 
-    /// The stream that alone uses all buffers, if it is `stream`. Afterwards a buffer that another one uses has more
-    /// than one for good, so one look is enough.
+    /// The entry for `stream` as the only stream that uses all buffers, if it is. A buffer that a second stream has
+    /// used never becomes private again, so one check is enough.
     fn find_sole(&self, stream: StreamId) -> Option<Arc<SoleStream>> {
         // In the order in which all operations lock.
         let locked: Result<Vec<_>> = self.list.iter().map(|entry| entry.buffer.lock_uses()).collect();
@@ -196,7 +197,7 @@ impl CapturedBuffers {
 }
 
 impl CapturedBuffer {
-    /// What a replay uses. It borrows nothing.
+    /// The access of a replay. It borrows nothing.
     fn access(&self) -> Access<'_> {
         Access { memory: Memory::Tracked(&self.buffer), span: self.span, exclusive: false }
     }

@@ -12,11 +12,11 @@ use crate::capture::CaptureSafe;
 use crate::error::BufferError;
 use crate::{Result, Stream};
 
-/// Typed copies and fills. Lengths, element types and devices are checked before the driver is called; streams that
-/// used the memory before are waited for, and the use is recorded.
+/// Typed copies and fills. Lengths, element types and devices are checked before the driver is called. The stream waits
+/// for other streams that used the memory before, and the use is recorded.
 impl Stream {
-    /// Copies all elements of `source` to `target`, in the order of this stream: between any two of [`DeviceVec`],
-    /// [`PinnedVec`], views of them, and ordinary host memory, also between devices.
+    /// Copies all elements of `source` to `target` in this stream: between any two of [`DeviceVec`], [`PinnedVec`],
+    /// views of them, and ordinary host memory, also between devices.
     ///
     /// It returns at once, except with ordinary host memory: then it returns when the copy is complete, and cannot be
     /// captured.
@@ -122,7 +122,7 @@ impl Stream {
     }
 
     /// Sets every element of `target` to `value`. Elements of 1, 2 and 4 bytes are one fill; others are a fill of the
-    /// first element and copies that double what is filled.
+    /// first element and copies that double the filled part.
     #[inline]
     #[track_caller]
     pub fn fill<'a, T: Pod>(&self, target: impl IntoViewMut<'a, T>, value: T) -> Result<()> {
@@ -145,7 +145,7 @@ impl Stream {
         submit(self, &accesses, Reach::OwnDevice, line, &mut || self.queue_fill(&target.part, &value))
     }
 
-    /// The contents of `source`, once the work that writes them is done: this stream waits for that work, and the host
+    /// The contents of `source` after the work that writes them: this stream waits for that work, and the host waits
     /// for this stream. Cannot be captured.
     #[track_caller]
     pub fn to_vec<'a, T: Pod>(&self, source: impl IntoView<'a, T>) -> Result<Vec<T>> {
@@ -169,8 +169,8 @@ impl Stream {
         Ok(self.driver().copy(dst, src, bytes, self.id())?)
     }
 
-    /// Copies ordinary host memory, which the driver does in the order of the default stream: so everything before it
-    /// is waited for first.
+    /// Copies ordinary host memory. The driver orders this copy in the default stream, so the host first waits for all
+    /// earlier work.
     fn upload<T: Pod>(&self, source: &[T], target: &Part<'_, T>) -> Result<()> {
         self.wait_for_own_work()?;
         let device = target.buffer().device_id().unwrap_or(self.device_id());
@@ -227,7 +227,7 @@ impl Stream {
     }
 }
 
-/// Fails unless both lengths are the same. Whether there is anything.
+/// Fails unless both lengths are the same. Returns whether there are any elements.
 fn expect_same_len(source_len: usize, target_len: usize) -> Result<bool> {
     if source_len == target_len {
         Ok(source_len > 0)
@@ -237,7 +237,7 @@ fn expect_same_len(source_len: usize, target_len: usize) -> Result<bool> {
 }
 
 /// The bytes of a value as the widest patterns that divide it. Elements are aligned to their pattern: memory starts at
-/// a multiple of 256, and an element has a multiple of the pattern's size.
+/// a multiple of 256, and the size of an element is a multiple of the pattern's size.
 fn words(value: &[u8]) -> Vec<Pattern> {
     match value.len() {
         len if len.is_multiple_of(4) => {
@@ -250,7 +250,7 @@ fn words(value: &[u8]) -> Vec<Pattern> {
     }
 }
 
-/// The pattern that a value repeats, and how often; `None` if it is not a repetition of one.
+/// The pattern that a value consists of, and the number of repetitions; `None` if it is not a repeated pattern.
 fn repeated(value: &[u8]) -> Option<(Pattern, u64)> {
     let words = words(value);
     let first = words[0];

@@ -13,7 +13,7 @@ use crate::error::BufferError;
 use crate::memory::Allocate;
 use crate::{Device, Error, Result, Stream};
 
-/// Device memory with an element type and a fixed length: what `Box<[T]>` is on the host. Elements are plain data
+/// Device memory with an element type and a fixed length, like `Box<[T]>` on the host. Elements are plain data
 /// ([`Pod`]: any bytes are a value, so memory that was never written can be read, and has no destructor).
 ///
 /// Every use is recorded for the allocator, and ordered with uses in other streams; see the [module](super). Dropping
@@ -60,7 +60,7 @@ pub struct DeviceVec<T> {
 }
 
 impl<T: Pod> DeviceVec<T> {
-    /// `len` elements for work that begins in `stream`. What they contain is undefined until they are written.
+    /// `len` elements for work that begins in `stream`. Their contents are undefined until they are written.
     #[inline]
     pub fn uninit(allocator: &impl Allocate, len: usize, stream: &Stream) -> Result<Self> {
         let bytes = byte_count::<T>(len)?;
@@ -94,7 +94,7 @@ impl<T: Pod> DeviceVec<T> {
         Device::from_id(self.buffer.instance(), id)
     }
 
-    /// Its contents, once the work that writes them is done: `stream` waits for that work, and the host for `stream`.
+    /// Its contents after the work that writes them: `stream` waits for that work, and the host waits for `stream`.
     #[track_caller]
     pub fn to_vec(&self, stream: &Stream) -> Result<Vec<T>> {
         stream.to_vec(self)

@@ -1,4 +1,4 @@
-//! What a copy can read and write: typed memory, and ordinary host memory.
+//! The memory that a copy can read and write: typed memory, and ordinary host memory.
 
 use bytemuck::Pod;
 
@@ -6,16 +6,16 @@ use super::device_vec::DeviceVec;
 use super::pinned_vec::PinnedVec;
 use super::view::{IntoView, IntoViewMut, View, ViewMut};
 
-/// What [`Stream::copy`](crate::Stream::copy) can read: a [`DeviceVec`], a [`PinnedVec`], a view of one, or ordinary
-/// host memory, by reference. Sealed.
+/// Memory that [`Stream::copy`](crate::Stream::copy) can read: a [`DeviceVec`], a [`PinnedVec`], a view of one, or
+/// ordinary host memory, by reference. Sealed.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not memory of `{T}` that a copy can read",
     note = "both sides of a copy have the same element type; pass them by reference"
 )]
 pub trait CopySource<'a, T>: sealed::Source<'a, T> {}
 
-/// What [`Stream::copy`](crate::Stream::copy) can write: a [`DeviceVec`], a [`PinnedVec`], a view of one, or ordinary
-/// host memory, by exclusive reference. Sealed.
+/// Memory that [`Stream::copy`](crate::Stream::copy) can write: a [`DeviceVec`], a [`PinnedVec`], a view of one, or
+/// ordinary host memory, by exclusive reference. Sealed.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not memory of `{T}` that a copy can write",
     note = "both sides of a copy have the same element type; pass the target by `&mut`"
@@ -66,7 +66,7 @@ mod sealed {
     }
 }
 
-/// Declares what is typed memory.
+/// Declares the types of typed memory.
 macro_rules! typed {
     (source $($source:ty),*; target $($target:ty),*;) => {
         $(
@@ -95,7 +95,7 @@ typed! {
     target &'a mut DeviceVec<T>, &'a mut PinnedVec<T>, ViewMut<'a, T>, &'a mut ViewMut<'_, T>;
 }
 
-/// Declares what is ordinary host memory.
+/// Declares the types of ordinary host memory.
 macro_rules! ordinary {
     ($(($($generics:tt)*) $slice:ty;)*) => {$(
         impl<'a, T: Pod, $($generics)*> sealed::Source<'a, T> for &'a $slice {

@@ -1,4 +1,4 @@
-//! Typed memory in work of other libraries, which take addresses.
+//! Typed memory in work of other libraries, which take raw addresses.
 
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 
@@ -11,14 +11,14 @@ use crate::{Result, Stream};
 
 /// Work of other libraries on typed memory.
 impl Stream {
-    /// Calls `queue` with the address of `memory`, to queue work in this stream that reads it: this stream waits for
-    /// uses in other streams first, and the use is recorded. If the stream captures, the graph keeps the memory. An
-    /// empty view is at address 0.
+    /// Calls `queue` with the address of `memory`, to enqueue work in this stream that reads it. This stream first
+    /// waits for uses in other streams, and the use is recorded. If the stream is capturing, the graph keeps the
+    /// memory. An empty view is at address 0.
     ///
-    /// What the work does with the address is the promise of whoever queues it. `queue` runs under the lock of this
-    /// memory, so it must not use the same memory in another typed call. No capture begins or ends meanwhile: in
-    /// `queue` that is [`GraphError::InTypedCall`](crate::graph::GraphError::InTypedCall), and other threads wait, so
-    /// it must not wait for a thread that begins or ends one.
+    /// The caller is responsible for what the work does with the address. `queue` runs under the lock of this memory,
+    /// so it must not use the same memory in another typed call. No capture begins or ends meanwhile: inside `queue`
+    /// that fails with [`GraphError::InTypedCall`](crate::graph::GraphError::InTypedCall), and other threads wait. So
+    /// `queue` must not wait for a thread that begins or ends a capture.
     #[track_caller]
     pub fn with_address<'a, T: Pod, R>(
         &self,
@@ -29,7 +29,7 @@ impl Stream {
         self.with_part(&memory.into_view().part, false, line, queue)
     }
 
-    /// The same for work that writes it.
+    /// As [`with_address`](Self::with_address), for work that writes it.
     #[track_caller]
     pub fn with_address_mut<'a, T: Pod, R>(
         &self,
@@ -51,7 +51,7 @@ impl Stream {
             part.buffer().expect_device_of(self)?;
             return queue(DevicePtr(0));
         }
-        // What it had queued before a panic is a use too.
+        // Work that was enqueued before a panic is a use too.
         let queue = || catch_unwind(AssertUnwindSafe(|| queue(part.device_address())));
         if let Some(frozen) = direct(self, || part.is_private_to(self)) {
             let late = || part.access(write).add_late(self);

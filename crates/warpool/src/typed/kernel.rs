@@ -16,7 +16,7 @@ use crate::{Device, Error, Result, Stream};
 /// A loaded kernel, declared with the types of its parameters: a tuple of numbers (`u32`, `i32`, `u64`, `i64`, `f32`,
 /// `f64`), [`Slice`] and [`SliceMut`], and [`Pointer`] and [`PointerMut`].
 ///
-/// The declaration is the one place that is `unsafe`; launches are checked by the compiler and by the types' borrows.
+/// Only the declaration is `unsafe`; launches are checked by the compiler, including their borrows.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -98,15 +98,15 @@ impl<P: Parameters> Kernel<P> {
     /// The kernel `name` of `source`, which is loaded once per device and kept until the
     /// [`Instance`](crate::Instance) is closed.
     ///
-    /// Number and sizes of the parameters are compared with those of the loaded kernel, where the driver knows them
+    /// The number and sizes of the parameters are compared with those of the loaded kernel, if the driver knows them
     /// (CUDA 12.4 or later; the simulated GPU reads them from the CUDA source): [`BufferError::ArgumentCount`],
     /// [`BufferError::ArgumentSize`].
     ///
     /// # Safety
-    /// The caller promises, for every launch, whatever its shape and numbers:
+    /// The caller promises for every launch, whatever its shape and numeric arguments:
     /// - The kernel has these parameters, in this order.
-    /// - It accesses no memory but the elements of its slices, reads those of [`Slice`] and [`Pointer`], and does not
-    ///   use them after it has finished.
+    /// - It accesses no memory except the elements of its slices, only reads those of [`Slice`] and [`Pointer`], and
+    ///   does not use them after it has finished.
     #[expect(unsafe_code, reason = "the promise about a kernel that safe launches rely on")]
     pub unsafe fn load(device: &Device, source: &KernelSource, name: &'static str) -> Result<Self> {
         let function = device.kernel(source, name)?;
@@ -122,8 +122,8 @@ impl<P: Parameters> Kernel<P> {
         self.name
     }
 
-    /// Launches it in the order of `stream`, which is one of its device. Streams that used the memory of its arguments
-    /// before are waited for, and the use is recorded; if the stream captures, the graph keeps the memory.
+    /// Launches it in `stream`, which must be a stream of its device. The stream waits for other streams that used the
+    /// memory of its arguments before, and the use is recorded. If the stream is capturing, the graph keeps the memory.
     #[inline]
     #[track_caller]
     pub fn launch<'a>(&self, stream: &Stream, shape: LaunchShape, arguments: impl Arguments<'a, P>) -> Result<()> {
@@ -132,7 +132,7 @@ impl<P: Parameters> Kernel<P> {
         arguments.launch(&Launch { function: self.function, stream, shape, line })
     }
 
-    /// The same with at least one thread for each of `len` elements, in blocks of 256.
+    /// As [`launch`](Self::launch), with at least one thread for each of `len` elements, in blocks of 256.
     #[inline]
     #[track_caller]
     pub fn launch_linear<'a>(&self, stream: &Stream, len: usize, arguments: impl Arguments<'a, P>) -> Result<()> {
@@ -142,7 +142,7 @@ impl<P: Parameters> Kernel<P> {
         }
     }
 
-    /// Fails unless `stream` is one of its device.
+    /// Fails unless `stream` belongs to its device.
     #[inline]
     fn expect_own(&self, stream: &Stream) -> Result<()> {
         self.device.instance().expect_same(stream.instance(), "the stream")?;
@@ -184,7 +184,7 @@ pub struct Slice<T>(PhantomData<T>);
 #[derive(Debug)]
 pub struct SliceMut<T>(PhantomData<T>);
 
-/// A parameter: the address of elements that the kernel reads. It must know otherwise how many there are.
+/// A parameter: the address of elements that the kernel reads. The kernel must get their number in another way.
 #[derive(Debug)]
 pub struct Pointer<T>(PhantomData<T>);
 
@@ -212,7 +212,7 @@ pub trait Argument<'a, P>: sealed::Argument<'a, P> {}
 )]
 pub trait Arguments<'a, P>: sealed::Arguments<'a, P> {}
 
-/// One launch, but for its arguments.
+/// One launch, without its arguments.
 #[derive(Debug)]
 pub struct Launch<'s> {
     function: FunctionId,
@@ -247,11 +247,11 @@ impl Launch<'_> {
     }
 }
 
-/// The arguments for `N` parameters, of which each makes one or two; without an allocation.
+/// The arguments for `N` parameters, one or two for each parameter; without a heap allocation.
 pub struct ArgumentList<'a, const A: usize, const N: usize> {
     arguments: [KernelArg; A],
     count: usize,
-    /// The memory of each parameter that has some.
+    /// The memory of each parameter that is memory.
     accesses: [Option<Access<'a>>; N],
 }
 

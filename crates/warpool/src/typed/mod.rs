@@ -29,21 +29,21 @@
 //! ```
 //!
 //! # What is checked, and when
-//! - By the compiler: element types, which are plain data; that what is written is borrowed exclusively; that a view
+//! - By the compiler: element types, which are plain data; that written memory is borrowed exclusively; that a view
 //!   does not outlive its vector.
 //! - Before the driver is called: lengths, ranges, devices, for kernels the number and sizes of arguments, and that no
-//!   memory [sleeps](crate::memory::Tags).
-//! - In the order of streams: each buffer knows which streams used which of its bytes. A use that conflicts with one in
-//!   another stream waits for it, by an event. As long as one stream uses a buffer, that costs a few comparisons, and
+//!   memory is [asleep](crate::memory::Tags).
+//! - By stream order: each buffer records which streams used which of its bytes. A use that conflicts with one in
+//!   another stream waits for it, by an event. While only one stream uses a buffer, this costs a few comparisons, but
 //!   no lock and no memory; streams that use different parts, or only read, do not wait.
-//! - At its free: the allocator knows every stream that used it, so the memory is reused after their work. There is
-//!   nothing to record by hand, and leaking a value (`mem::forget`) leaks its memory and nothing else.
+//! - When it is freed: the allocator knows every stream that used it, so the memory is reused only after their work.
+//!   There is nothing to record by hand, and leaking a value (`mem::forget`) leaks its memory and nothing else.
 //! - In captures: the graph keeps every buffer that its work uses, and its replays are ordered with other uses like any
 //!   other work. [`Step`](crate::graph::Step) moves the buffers into the graph, so that their owner is clear.
 //!
-//! Raw calls of the [driver](crate::driver) know nothing of this. Through them a program can still name typed memory by
-//! its address: work that is queued so is neither ordered nor recorded, and pinned memory that is changed, freed or
-//! unpinned so may have Rust references to it, which is undefined behaviour.
+//! Raw calls of the [driver](crate::driver) bypass all of this. A program can still pass typed memory to them by
+//! address: such work is neither ordered nor recorded, and if it changes, frees or unpins pinned memory to which Rust
+//! references exist, the behaviour is undefined.
 
 mod buffer;
 mod captured;

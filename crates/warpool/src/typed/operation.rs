@@ -1,19 +1,19 @@
-//! One operation on typed memory outside of captures: everything it uses is locked and waited for, then the driver is
-//! called, and the uses are recorded.
+//! One operation on typed memory outside of captures: its buffers are locked, the stream waits for conflicting uses,
+//! the driver is called, and the uses are recorded.
 //!
-//! The locks of all buffers are held until the work is in the stream, so that no thread can order its own work between
-//! the wait and the work. They are taken in the order of the buffers' addresses in host memory.
+//! The locks of all buffers are held until the work is enqueued, so that no other thread can enqueue work between the
+//! wait and the work. They are taken in the order of the buffers' addresses in host memory.
 //!
 //! A buffer that is private to the stream is not locked. If another thread begins to use it in a second stream
-//! meanwhile, both borrow it, so their uses do not conflict; but later ones may, with both. So whoever was not seen is
-//! recorded: by the event in the stream that the other thread waits for, if the work was queued before, else by its own
-//! thread afterwards ([`Access::add_late`]). No thread can do so while the vector itself is borrowed exclusively, which
-//! needs neither.
+//! meanwhile, both borrow it, so their uses do not conflict, but later uses may conflict with both. So the unlocked use
+//! must be recorded: if the work was enqueued before, the event that the other thread records in this stream covers it;
+//! else this thread records it afterwards ([`Access::add_late`]). While the vector itself is borrowed exclusively, no
+//! other thread can use it, and neither is needed.
 //!
-//! All of it is done while no capture can begin or end (`capture_gate.rs`). A stream may still join a capture at any
-//! moment, by a wait of another thread: so its status is read once more after the driver calls, and the graph keeps
-//! what may have become part of it ([`Queued::capture`]). The gate is never waited for while the uses of a buffer are
-//! locked, nor the other way round: whoever holds the uses may be waiting for a device.
+//! All of this is done while no capture can begin or end (`capture_gate.rs`). A stream may still join a capture at any
+//! moment, by a wait of another thread. So its status is read once more after the driver calls, and the graph keeps
+//! buffers whose use may have become part of it ([`Queued::capture`]). No thread waits for the gate while it holds the
+//! lock of a buffer's uses, nor the other way round: a thread that holds the lock may be waiting for a device.
 
 use std::sync::Arc;
 
@@ -35,12 +35,12 @@ pub(super) struct Access<'a> {
     pub(super) exclusive: bool,
 }
 
-/// What an operation uses.
+/// The memory that an operation uses.
 #[derive(Clone, Copy)]
 pub(super) enum Memory<'a> {
-    /// A vector's; once the stream is known, one that is private to it.
+    /// The buffer of a vector; once the stream is known, one that is private to that stream.
     Buffer(&'a Buffer),
-    /// With uses that are recorded.
+    /// Memory whose uses are recorded.
     Tracked(&'a Arc<Tracked>),
 }
 
@@ -52,7 +52,7 @@ impl<'a> Access<'a> {
         }
     }
 
-    /// Where it is, if it is device memory.
+    /// Its address, if it is device memory.
     pub(super) fn device_ptr(&self) -> Option<DevicePtr> {
         match self.memory {
             Memory::Buffer(buffer) => buffer.device_ptr(),
@@ -68,7 +68,7 @@ impl<'a> Access<'a> {
         }
     }
 
-    /// Its uses, recorded from here on.
+    /// Its uses, which are recorded from now on.
     pub(super) fn tracked(&self) -> &'a Arc<Tracked> {
         match self.memory {
             Memory::Buffer(buffer) => buffer.tracked(),
@@ -85,14 +85,14 @@ impl<'a> Access<'a> {
         }
     }
 
-    /// For a use in `stream`, outside of captures: its uses are recorded, if they must be.
+    /// For a use in `stream`, outside of captures: switches to recorded uses, if necessary.
     pub(super) fn track_for(&mut self, stream: &Stream) {
         if !self.is_private_to(stream) {
             self.memory = Memory::Tracked(self.tracked());
         }
     }
 
-    /// The order in which buffers are locked: first those that are not.
+    /// The order in which buffers are locked. Buffers that are not locked come first.
     #[inline]
     pub(super) fn key(&self) -> usize {
         match self.memory {
@@ -114,7 +114,7 @@ impl<'a> Access<'a> {
 
     #[cold]
     fn add_to(&self, tracked: &Tracked, stream: &Stream) {
-        // It fails inside a host callback, where nothing was queued.
+        // This fails inside a host callback, where nothing was enqueued.
         if let Ok(mut uses) = tracked.lock_uses() {
             let event = if uses.is_exact() { record(stream) } else { None };
             uses.add(stream, self.span, event.as_ref());
@@ -141,31 +141,31 @@ pub(super) fn in_order<'s, 'a, R>(
     }
 }
 
-/// What became of work.
+/// The result of an attempt to enqueue work.
 pub(super) enum Attempt<'a> {
     Queued(Queued),
-    /// Nothing was queued: another thread has the uses of this buffer locked.
+    /// Nothing was enqueued: another thread has the uses of this buffer locked.
     Busy(&'a Tracked),
 }
 
-/// Work that was queued, or failed to be.
+/// Work that was enqueued, possibly with an error.
 pub(super) struct Queued {
-    /// After the work, if one of the buffers needs one.
+    /// An event after the work, if one of the buffers needs one.
     event: Option<Arc<PooledEvent>>,
-    /// What the stream has joined meanwhile: some of the work may be part of it.
+    /// The capture that the stream has joined meanwhile: some of the work may be part of it.
     pub(super) capture: Option<Joined>,
 }
 
-/// A capture that a stream has joined while work was being put into it.
+/// A capture that a stream joined while work was being enqueued in it.
 pub(super) enum Joined {
     Capture(StreamCapture),
-    /// The driver did not say.
+    /// The driver call that asks for it failed.
     Unknown,
 }
 
-/// Locks and prepares tracked buffers one by one, queues the work, and records the uses on the way back, also if
-/// `queue` has failed: some of the work may be in the stream. `accesses` are sorted. An error is one of the
-/// preparation, before anything was queued. To be called while captures are frozen.
+/// Locks and prepares tracked buffers one by one, enqueues the work, and records the uses on the way back, even if
+/// `queue` has failed: some of the work may be in the stream. `accesses` must be sorted. An error comes from the
+/// preparation, before anything was enqueued. Call it while captures are frozen.
 pub(super) fn run<'a>(
     stream: &Stream,
     accesses: &[Access<'a>],
@@ -198,24 +198,24 @@ pub(super) fn run<'a>(
     Ok(Attempt::Queued(queued))
 }
 
-/// The capture that `stream` takes part in after work that was to run at once. A capture without a graph is not one: it
-/// cannot be launched by safe code.
+/// The capture that `stream` takes part in after work that was meant to run at once. A capture without a graph does not
+/// count: safe code cannot launch it.
 fn joined(stream: &Stream) -> Option<Joined> {
     match capture_of(stream).or_else(|_| capture_of(stream)) {
         Ok(capture) => capture.map(Joined::Capture),
         Err(Error::Graph(GraphError::ForeignCapture)) => None,
-        // It becomes no graph.
+        // An invalidated capture does not become a graph.
         Err(Error::Driver(error)) if error.code == ErrorCode::StreamCaptureInvalidated => None,
         Err(_) => Some(Joined::Unknown),
     }
 }
 
-/// An event after the work that was just queued. `None` if the driver refuses, or if the stream has joined a capture:
-/// the work is queued all the same, and whoever has to wait for it records one then.
+/// An event after the work that was just queued. `None` if the driver call fails, or if the stream has joined a
+/// capture: the work is enqueued nevertheless, and a later use that has to wait for it records an event then.
 fn record(stream: &Stream) -> Option<Arc<PooledEvent>> {
     let mut event = stream.device().event_pool().take().ok()?;
     event.record(stream).ok()?;
-    // Asked afterwards: while captures are frozen, a stream joins one but leaves none.
+    // Read afterwards: while captures are frozen, a stream may join a capture but does not leave one.
     let captured = stream.instance().is_capturing(stream).unwrap_or(true);
     (!captured).then(|| Arc::new(event))
 }

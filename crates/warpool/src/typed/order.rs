@@ -1,9 +1,9 @@
-//! In which order streams use one buffer: who used which bytes, and what a new use has to wait for.
+//! The order in which streams use one buffer: which stream used which bytes, and what a new use has to wait for.
 //!
-//! A buffer that only one stream uses costs a comparison: stream order protects it. At the first use by a second
-//! stream an event is recorded behind what the first has queued, and the second waits for it. From then on every use is
-//! followed by an event of its own, so that later waits are for that use and not for what the stream did after it: a
-//! pipeline of two streams overlaps.
+//! A buffer that only one stream uses costs a comparison: stream order protects it. At the first use by a second stream
+//! an event is recorded after the work that the first has enqueued, and the second waits for it. From then on every use
+//! is followed by its own event, so that later waits are for that use and not for later work of the stream: a pipeline
+//! of two streams overlaps.
 
 use std::sync::{Arc, Weak};
 
@@ -14,7 +14,7 @@ use crate::capture::CaptureSafe;
 use crate::error::BufferError;
 use crate::{Device, Instance, PooledEvent, Result, Stream};
 
-/// How many uses are kept apart before those of one stream are merged.
+/// How many uses are stored separately before those of each stream are merged.
 const USES_MAX: usize = 16;
 
 /// Bytes of a buffer, and whether they are written.
@@ -50,18 +50,18 @@ struct Use {
     device: DeviceId,
     stream: StreamId,
     span: Span,
-    /// Recorded behind the use; `None` where that is done once another stream has to wait.
+    /// Recorded after the use; `None` if that is left until another stream has to wait.
     event: Option<Arc<PooledEvent>>,
     /// Streams that have waited for it.
     waited: Vec<StreamId>,
 }
 
-/// The uses of one buffer that a later one may have to wait for.
+/// The uses of one buffer that a later use may have to wait for.
 ///
-/// As long as one stream uses it, that is one entry and no allocation.
+/// While only one stream uses it, this is one entry without a heap allocation.
 #[derive(Debug)]
 pub(super) struct Uses {
-    /// All uses so far, while they are those of one stream.
+    /// All uses so far, if they are all of one stream.
     sole: Option<Use>,
     /// The uses since there was a second stream.
     list: Vec<Use>,
@@ -69,14 +69,14 @@ pub(super) struct Uses {
     exact: bool,
     /// The stream that it was allocated for.
     home: Option<StreamId>,
-    /// Other streams whose use the allocator knows.
+    /// Other streams whose use is recorded with the allocator.
     recorded: Vec<StreamId>,
-    /// Graphs whose replays rely on it that `sole` is there.
+    /// Graphs whose replays rely on `sole` being set.
     sole_streams: Vec<Weak<SoleStream>>,
 }
 
 impl Uses {
-    /// Memory that was allocated for work in `stream`: what the stream holds may still use it.
+    /// Memory that was allocated for work in `stream`: earlier work of the stream may still use it.
     pub(super) fn allocated_for(device: DeviceId, stream: StreamId, bytes: u64) -> Self {
         let span = Span { start: 0, end: bytes, write: true };
         let first = Use { device, stream, span, event: None, waited: Vec::new() };
@@ -90,38 +90,39 @@ impl Uses {
         }
     }
 
-    /// Memory of the host, which no stream uses yet. The host asks often whether it may access it, so events are exact.
+    /// Memory of the host, which no stream uses yet. The host often checks whether it may access the memory, so every
+    /// use gets an event.
     pub(super) fn of_host() -> Self {
         Self { sole: None, list: Vec::new(), exact: true, home: None, recorded: Vec::new(), sole_streams: Vec::new() }
     }
 
-    /// Whether an event is to be recorded behind the next use.
+    /// Whether an event has to be recorded after the next use.
     pub(super) fn is_exact(&self) -> bool {
         self.exact
     }
 
-    /// Whether the allocator does not know yet that `stream` uses the buffer.
+    /// Whether the use of `stream` is not recorded with the allocator yet.
     pub(super) fn is_new_stream(&self, stream: StreamId) -> bool {
         self.home != Some(stream) && !self.recorded.contains(&stream)
     }
 
-    /// The allocator knows it.
+    /// Marks the use of `stream` as recorded with the allocator.
     pub(super) fn add_stream(&mut self, stream: StreamId) {
         self.recorded.push(stream);
     }
 
-    /// Whether all its uses so far are of that stream, and will be recorded as one.
+    /// Whether all its uses so far are of that stream, and are merged into one.
     pub(super) fn is_sole(&self, stream: StreamId) -> bool {
         self.sole.as_ref().is_some_and(|sole| sole.stream == stream)
     }
 
-    /// Replays of a graph rely on it that one stream uses the buffer, until it ends that.
+    /// Registers a graph whose replays rely on one stream being the only user of the buffer, until that ends.
     pub(super) fn add_sole_stream(&mut self, sole: &Arc<SoleStream>) {
         self.sole_streams.retain(|known| known.strong_count() > 0);
         self.sole_streams.push(Arc::downgrade(sole));
     }
 
-    /// A second stream is about to use the buffer: no replay relies on the contrary any more.
+    /// Called when a second stream is about to use the buffer: ends the reliance of replays on a sole stream.
     pub(super) fn end_sole_streams(&mut self, instance: &Instance) -> Result<()> {
         for sole in self.sole_streams.iter().filter_map(Weak::upgrade) {
             if crate::defect::Defect::ReplayKeepsSoleStream.is_on() {
@@ -155,12 +156,12 @@ impl Uses {
         Ok(())
     }
 
-    /// Waits of `stream` may be part of a capture, and do not order what it does outside of it.
+    /// Forgets the waits of `stream`: they may be part of a capture, and do not order work outside of it.
     pub(super) fn forget_waits(&mut self, stream: StreamId) {
         self.list.iter_mut().for_each(|earlier| earlier.waited.retain(|&waited| waited != stream));
     }
 
-    /// A use was queued in `stream`, and `event` recorded behind it, if it could be.
+    /// Adds a use that was enqueued in `stream`; `event` was recorded after it, if possible.
     #[inline]
     pub(super) fn add(&mut self, stream: &Stream, span: Span, event: Option<&Arc<PooledEvent>>) {
         match &mut self.sole {
@@ -170,7 +171,7 @@ impl Uses {
     }
 
     fn push(&mut self, stream: &Stream, span: Span, event: Option<&Arc<PooledEvent>>) {
-        // A write comes after every use of the same bytes; a read only after those of its own stream.
+        // A write is ordered after every use of the same bytes; a read only after those of its own stream.
         self.list.retain(|earlier| {
             let same_stream = earlier.stream == stream.id() || crate::defect::Defect::TypedForgetsReaders.is_on();
             let is_before = span.write || (same_stream && !earlier.span.write);
@@ -196,8 +197,8 @@ impl Uses {
         self.list = merged;
     }
 
-    /// The stream of a use that may not have completed and that conflicts with an access of the host. Uses that have
-    /// completed are dropped.
+    /// The stream of a use that conflicts with an access of the host and may not have completed. Completed uses are
+    /// dropped.
     pub(super) fn busy_for_host(&mut self, instance: &Instance, write: bool) -> Result<Option<StreamId>> {
         if self.list.is_empty() {
             return Ok(None);
@@ -266,7 +267,7 @@ impl Use {
         }
     }
 
-    /// The event after it, recorded now if it was not. To be called while captures are frozen.
+    /// The event after the use, recorded now if necessary. Call it while captures are frozen.
     fn event(&mut self, instance: &Instance, label: &dyn Fn() -> String) -> Result<&PooledEvent> {
         if self.event.is_none() {
             let stream = self.stream(instance);

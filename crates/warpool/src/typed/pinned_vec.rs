@@ -1,10 +1,10 @@
 //! [`PinnedVec`]: pinned host memory with an element type, and when the host may access it.
 //!
 //! Pinned memory is ordinary memory of this process that devices read and write. A Rust reference to it is sound only
-//! while no device conflicts with it, so each one is preceded by a check:
-//! - Work is queued through `&PinnedVec` (the device reads) or `&mut PinnedVec` (it writes), so a reference from before
-//!   cannot be alive where that would conflict. What was queued before is checked by its events.
-//! - A captured graph uses it later, without a borrow. From the capture on, plain references are refused; the guards of
+//! while no device access conflicts with it, so each one is preceded by a check:
+//! - Work is enqueued through `&PinnedVec` (the device reads) or `&mut PinnedVec` (it writes), so no conflicting
+//!   reference from before can be alive. Work that was enqueued before is checked by its events.
+//! - A captured graph uses it later, without a borrow. After the capture, plain references are refused; the guards of
 //!   [`PinnedVec::host`] and [`PinnedVec::host_mut`] are counted, and replays refuse to start while they conflict.
 #![expect(unsafe_code, reason = "references to pinned memory, whose address is a number of the driver's")]
 
@@ -24,12 +24,11 @@ use crate::Result;
 use crate::error::BufferError;
 use crate::memory::HostAllocator;
 
-/// Pinned host memory with an element type and a fixed length, for copies that run while the host goes on, and for
-/// kernels that access it in place.
+/// Pinned host memory with an element type and a fixed length, for asynchronous copies, and for kernels that access it
+/// in place.
 ///
-/// It dereferences to a slice while no copy or kernel is under way that conflicts with that. While one is, `*vec`
-/// panics and says which stream has the work; [`try_slice`](Self::try_slice) returns that as an error, and
-/// [`wait`](Self::wait) waits.
+/// It dereferences to a slice while no conflicting copy or kernel is under way. Otherwise `*vec` panics and names the
+/// stream with the work; [`try_slice`](Self::try_slice) returns that as an error, and [`wait`](Self::wait) waits.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -87,33 +86,33 @@ impl<T: Pod> PinnedVec<T> {
         Ok(self.elements())
     }
 
-    /// The same, to be written; an error also while a device reads them.
+    /// The elements, to be written; also an error while a device reads them.
     #[inline]
     pub fn try_slice_mut(&mut self) -> Result<&mut [T]> {
         self.check(true)?;
         Ok(self.elements_mut())
     }
 
-    /// The elements, once no device writes them any more: waits for that work.
+    /// Waits until no device writes the elements, and returns them.
     pub fn wait(&self) -> Result<&[T]> {
         self.wait_for(false)?;
         self.try_slice()
     }
 
-    /// The same, to be written, once no device uses them any more.
+    /// Waits until no device uses the elements, and returns them to be written.
     pub fn wait_mut(&mut self) -> Result<&mut [T]> {
         self.wait_for(true)?;
         self.try_slice_mut()
     }
 
-    /// Reads the elements also if graphs use them: until the guard is dropped, replays that write them are refused
+    /// Reads the elements, even if graphs use them: until the guard is dropped, replays that write them are refused
     /// ([`BufferError::BorrowedByHost`]). Waits for work under way.
     pub fn host(&self) -> Result<HostRef<'_, T>> {
         self.borrow(false)?;
         Ok(HostRef { vec: self })
     }
 
-    /// Reads and writes the elements also if graphs use them: until the guard is dropped, replays are refused
+    /// Reads and writes the elements, even if graphs use them: until the guard is dropped, replays are refused
     /// ([`BufferError::BorrowedByHost`]). Waits for work under way.
     pub fn host_mut(&mut self) -> Result<HostMut<'_, T>> {
         self.borrow(true)?;
@@ -150,7 +149,7 @@ impl<T: Pod> PinnedVec<T> {
         self.tracked().lock_uses()?.wait_for_host(self.tracked().instance(), write, &|| self.tracked().name())
     }
 
-    /// Counts a borrow, after the work under way. Replays look at the count under the same lock.
+    /// Waits for work under way, and counts a borrow. Replays read the count under the same lock.
     fn borrow(&self, write: bool) -> Result<()> {
         let mut uses = self.tracked().lock_uses()?;
         uses.wait_for_host(self.tracked().instance(), write, &|| self.tracked().name())?;
@@ -168,16 +167,16 @@ impl<T: Pod> PinnedVec<T> {
         Ok(())
     }
 
-    /// The elements. Only behind a check, or a counted borrow.
+    /// The elements. Call it only after a check, or with a counted borrow.
     #[inline]
     fn elements(&self) -> &[T] {
         // SAFETY: the block is pinned memory of this process with room for `len` elements, allocated as long as `self`
-        // is borrowed; every bit pattern is a `T`. The callers made sure that no device writes it: what was queued has
-        // completed, queuing more needs `&mut self`, and replays see the count of borrows or were never captured.
+        // is borrowed; every bit pattern is a `T`. The callers made sure that no device writes it: enqueued work has
+        // completed, enqueuing more needs `&mut self`, and replays check the count of borrows or were never captured.
         unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 
-    /// The elements, to be written. Only behind a check, or a counted borrow.
+    /// The elements, to be written. Call it only after a check, or with a counted borrow.
     #[inline]
     fn elements_mut(&mut self) -> &mut [T] {
         self.tracked().host_wrote.store(true, Ordering::Relaxed);

@@ -9,7 +9,7 @@ use super::view::{IntoViewMut, ViewMut};
 use crate::generator::{Generator, Target};
 use crate::{Result, Stream};
 
-/// Random numbers for typed memory. See the methods of [`Generator`] with the same ends for which numbers these are.
+/// Random numbers for typed memory. The methods of [`Generator`] with the corresponding names define the numbers.
 impl Stream {
     /// Floats in (0, 1].
     #[track_caller]

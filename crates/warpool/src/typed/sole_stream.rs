@@ -1,9 +1,9 @@
-//! The stream that alone uses all device memory of a graph's typed work. Replays in it need no order between streams:
+//! The only stream that uses the device memory of a graph's typed work. Replays in it need no order between streams:
 //! they take one lock, however many buffers there are.
 //!
-//! A replay borrows nothing, so another thread may begin at any moment to use one of the buffers in a second stream. It
-//! calls [`SoleStream::end`] before it records the event that it waits for: replays that were not launched by then
-//! lock and record their buffers one by one, as all others do.
+//! A replay borrows nothing, so another thread may begin to use one of the buffers in a second stream at any moment.
+//! That thread calls [`SoleStream::end`] before it records the event that it waits for. Replays that were not launched
+//! by then lock and record their buffers one by one, like all other operations.
 
 use std::sync::{Mutex, MutexGuard};
 
@@ -20,14 +20,14 @@ impl SoleStream {
         Self(Mutex::new(Some(stream)))
     }
 
-    /// Keeps others from ending it, if `stream` is the one. Never waits.
+    /// Keeps other threads from ending it, if `stream` is the sole stream. Never waits.
     #[inline]
     pub(super) fn hold(&self, stream: StreamId) -> Option<MutexGuard<'_, Option<StreamId>>> {
         try_lock(&self.0).filter(|held| **held == Some(stream))
     }
 
-    /// There is a second stream. Waits for a replay that is being launched; inside a host callback that is the driver's
-    /// error.
+    /// Ends it, because there is a second stream. Waits for a replay that is being launched; fails with the driver's
+    /// error inside a host callback.
     pub(super) fn end(&self, instance: &Instance) -> Result<()> {
         let mut held = match try_lock(&self.0) {
             Some(held) => held,

@@ -1,6 +1,6 @@
-//! How every typed operation reaches the driver: at once, or into a capture.
+//! How every typed operation reaches the driver: executed at once, or captured.
 //!
-//! Where all memory is private to the stream (`buffer.rs`), that is a few comparisons and the driver call, inlined into
+//! If all memory is private to the stream (`buffer.rs`), this is a few comparisons and the driver call, inlined into
 //! the program ([`submit_direct`]).
 
 use std::panic::Location;
@@ -15,26 +15,26 @@ use crate::{Instance, Result, Stream};
 /// Which memory an operation can use.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reach {
-    /// That of the stream's device, and pinned memory.
+    /// Memory of the stream's device, and pinned memory.
     OwnDevice,
-    /// Any; the operation fails where it must.
+    /// Any memory; the operation itself fails if it cannot use it.
     AnyDevice,
 }
 
-/// Freezes captures for work in `stream` on memory that is all private to it (`private`), if it can go straight to the
-/// driver: nothing captures, and nothing sleeps.
+/// Freezes captures for work in `stream` on memory that is all private to it (`private`), if the work can go directly
+/// to the driver: no capture is active, and no memory is asleep.
 #[inline]
 pub(super) fn direct(stream: &Stream, private: impl FnOnce() -> bool) -> Option<FrozenCaptures<'_>> {
     let instance = stream.instance();
     if instance.has_captures() || instance.has_asleep() || !private() {
         return None;
     }
-    // One that began before is seen now, one that comes later waits.
+    // A capture that began before is seen now, a later one waits.
     instance.try_freeze_captures(stream).filter(|_| !instance.has_captures())
 }
 
-/// Queues work in `stream`, [straight](direct) by the driver calls in `queue`, for the program's line `line`. Then
-/// `late` [adds](Access::add_late) the uses of memory that is not private any more.
+/// Enqueues work in `stream` [directly](direct) by the driver calls in `queue`, for the program's line `line`. Then
+/// `late` [adds](Access::add_late) the uses of memory that is no longer private.
 #[inline]
 pub(super) fn submit_direct<R>(
     frozen: FrozenCaptures<'_>,
@@ -49,8 +49,8 @@ pub(super) fn submit_direct<R>(
     outcome
 }
 
-/// Queues work in `stream` that uses `accesses`, by the driver calls in `queue`, for the program's line `line`. If the
-/// stream captures, its graph keeps the buffers.
+/// Enqueues work in `stream` that uses `accesses`, by the driver calls in `queue`, for the program's line `line`. If
+/// the stream is capturing, its graph keeps the buffers.
 pub(super) fn submit<const N: usize>(
     stream: &Stream,
     accesses: &[Option<Access<'_>>; N],
@@ -112,13 +112,13 @@ pub(super) fn submit_ordinary(
                 return Err(BufferError::OrdinaryMemoryInCapture.into());
             }
             drop(frozen);
-            // Nothing is under way afterwards that a later use has to wait for.
+            // Afterwards nothing is under way that a later use would have to wait for.
             copy().map(Ok)
         })
     })
 }
 
-/// Fails if the memory is not the stream's to use.
+/// Fails if the stream must not use the memory.
 fn check(stream: &Stream, accesses: &[Access<'_>], reach: Reach) -> Result<()> {
     let instance = stream.instance();
     if reach == Reach::OwnDevice {
@@ -141,7 +141,7 @@ fn expect_awake(instance: &Instance, accesses: &[Access<'_>]) -> Result<()> {
     })
 }
 
-/// Queues work that is to run at once, unless a buffer is busy.
+/// Enqueues work that is to run at once, unless a buffer is busy.
 fn run_now<'a>(
     stream: &Stream,
     accesses: &mut [Access<'a>],

@@ -1,7 +1,7 @@
 //! Typed memory whose uses are recorded: a block, the order of its uses, and its label.
 //!
 //! It is shared by its vector and by the graphs that captured work on it, and freed with the last of them. The block's
-//! own destructor makes no driver call and waits for nothing: the allocator knows every stream that used it.
+//! destructor makes no driver call and does not wait: the allocator knows every stream that used it.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering, fence};
@@ -20,29 +20,29 @@ pub(super) struct Tracked {
     block: Block,
     uses: Mutex<Uses>,
     label: OnceLock<Box<str>>,
-    /// Whether another stream than its own may have used it.
+    /// Whether a stream other than its own may have used it.
     shared: AtomicBool,
     /// How many graphs use it.
     pub(super) graphs: AtomicU32,
-    /// Pinned memory alone: whether streams may have uses that the host has not seen completed.
+    /// Pinned memory only: whether there may be uses that the host has not seen completed.
     pub(super) busy: AtomicBool,
-    /// Pinned memory alone: borrows by the host that replays of graphs must respect; -1 is an exclusive one. Begun
-    /// under the lock of the uses.
+    /// Pinned memory only: the number of host borrows that replays of graphs must respect; -1 is an exclusive one.
+    /// Counted under the lock of the uses.
     pub(super) host_borrows: AtomicI32,
-    /// Pinned memory alone, with a driver that tracks accesses: whether the host may have written it since a stream
-    /// used it last.
+    /// Pinned memory only, with a driver that tracks accesses: whether the host may have written it since a stream used
+    /// it last.
     pub(super) host_wrote: AtomicBool,
 }
 
-/// Where the memory is.
+/// The block that holds the memory.
 pub(super) enum Block {
     Device(DeviceBlock),
-    /// An empty one does not know its instance.
+    /// With the instance, because an empty block does not know its own.
     Pinned(HostBlock, Instance),
 }
 
 impl Tracked {
-    /// Device memory. What its stream holds may still use it.
+    /// Device memory. Earlier work of its stream may still use it.
     pub(super) fn device(block: DeviceBlock) -> Arc<Self> {
         let uses = Uses::allocated_for(block.device_id(), block.stream_id(), block.bytes());
         Self::new(Block::Device(block), uses, false)
@@ -73,8 +73,8 @@ impl Tracked {
         }
     }
 
-    /// Whether uses in its own stream need no record: no other stream has used it, and no graph can, whose replays
-    /// borrow nothing.
+    /// Whether uses in its own stream need no record: no other stream has used it, and no graph uses it (replays borrow
+    /// nothing).
     #[inline]
     pub(super) fn is_private(&self) -> bool {
         !self.shared.load(Ordering::Relaxed) && self.graphs.load(Ordering::Acquire) == 0
@@ -84,7 +84,7 @@ impl Tracked {
         &self.block
     }
 
-    /// Where it is, if it is device memory.
+    /// Its address, if it is device memory.
     pub(super) fn device_ptr(&self) -> Option<DevicePtr> {
         match &self.block {
             Block::Device(block) => Some(block.ptr()),
@@ -100,7 +100,7 @@ impl Tracked {
         }
     }
 
-    /// Locks the order of its uses. Inside a host callback that is the driver's error, not a wait for the thread that
+    /// Locks its uses. Inside a host callback this fails with the driver's error instead of waiting for the thread that
     /// runs the callback.
     pub(super) fn lock_uses(&self) -> Result<MutexGuard<'_, Uses>> {
         if let Some(uses) = try_lock(&self.uses) {
@@ -110,24 +110,25 @@ impl Tracked {
         Ok(lock(&self.uses))
     }
 
-    /// The same, if no other thread has it locked.
+    /// Locks its uses, if no other thread has them locked.
     pub(super) fn uses_if_unlocked(&self) -> Option<MutexGuard<'_, Uses>> {
         try_lock(&self.uses)
     }
 
-    /// Waits until no thread has it locked. The caller holds neither captures nor other buffers.
+    /// Waits until no thread has its uses locked. The caller must hold neither frozen captures nor locks of other
+    /// buffers.
     pub(super) fn wait_until_unlocked(&self) -> Result<()> {
         self.lock_uses().map(drop)
     }
 
-    /// The same as [`lock_uses`](Self::lock_uses), if no work is being queued on it.
+    /// As [`lock_uses`](Self::lock_uses), but fails if work on it is being enqueued.
     pub(super) fn try_lock_uses(&self) -> Result<MutexGuard<'_, Uses>> {
         let being_queued = || BufferError::BeingQueued { buffer: self.name() }.into();
         try_lock(&self.uses).ok_or_else(being_queued)
     }
 
-    /// What a use in `stream` needs before it is queued: that conflicting uses are waited for, and that the allocator
-    /// knows the stream.
+    /// Prepares a use in `stream` before it is enqueued: the stream waits for conflicting uses, and its use is recorded
+    /// with the allocator.
     #[inline]
     pub(super) fn prepare(&self, uses: &mut Uses, stream: &Stream, span: Span) -> Result<()> {
         if uses.has_other_streams(stream.id()) {
@@ -154,11 +155,12 @@ impl Tracked {
         uses.wait_for_others(stream, span, &|| self.name())
     }
 
-    /// A second stream is about to use it. From here on uses in its own stream are recorded too.
+    /// Called when a second stream is about to use it. From now on uses in its own stream are recorded too.
     ///
-    /// With the fence in [`Buffer::shared_meanwhile`](super::buffer::Buffer::shared_meanwhile): an operation on another
-    /// thread that has not seen this has queued its work already, so the event that is recorded next in its own stream
-    /// comes after that work. The same for replays, by the lock in [`SoleStream`](super::sole_stream::SoleStream).
+    /// Pairs with the fence in [`Buffer::shared_meanwhile`](super::buffer::Buffer::shared_meanwhile): an operation on
+    /// another thread that has not seen this has already enqueued its work, so the event that is recorded next in its
+    /// stream comes after that work. For replays, the lock in [`SoleStream`](super::sole_stream::SoleStream) ensures
+    /// the same.
     #[cold]
     fn share(&self, uses: &mut Uses) -> Result<()> {
         uses.end_sole_streams(self.instance())?;
@@ -178,7 +180,8 @@ impl Tracked {
         Ok(())
     }
 
-    /// A driver that tracks accesses does not see those of the host through references; it is told before the next use.
+    /// A driver that tracks accesses does not see host accesses through references; they are reported before the next
+    /// use.
     fn report_host_writes(&self, block: &HostBlock) -> Result<()> {
         if !self.instance().detects_hazards() || !self.host_wrote.swap(false, Ordering::AcqRel) {
             return Ok(());

@@ -1,11 +1,11 @@
-//! What vectors of device memory and of pinned memory have in common.
+//! The common part of vectors of device memory and of pinned memory.
 
 /// Declares the methods and traits that do not depend on where the memory is, for a struct with the fields `buffer`,
 /// `len` and `elements`.
 macro_rules! vector {
     ($name:ident) => {
         impl<T: Pod> $name<T> {
-            /// Gives it a name, for errors and for the hazards of the simulated GPU. Its first name stays.
+            /// Gives it a name, for errors and for hazard reports of the simulated GPU. Only the first name is used.
             #[must_use]
             pub fn with_label(self, label: &str) -> Self {
                 self.buffer.set_label(label);
@@ -18,13 +18,13 @@ macro_rules! vector {
                 self.buffer.label()
             }
 
-            /// How many elements it has; known also while a device uses it.
+            /// How many elements it has; can be read while a device uses it.
             #[must_use]
             pub fn len(&self) -> usize {
                 self.len
             }
 
-            /// Whether it has none.
+            /// Whether it has no elements.
             #[must_use]
             pub fn is_empty(&self) -> bool {
                 self.len == 0
@@ -43,7 +43,7 @@ macro_rules! vector {
             }
 
             /// Shared access to a part of it, for work on streams.
-            /// [`BufferError::Range`](crate::typed::BufferError::Range) if that does not lie in it.
+            /// [`BufferError::Range`](crate::typed::BufferError::Range) if the range does not lie in it.
             pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<View<'_, T>> {
                 self.view().slice(range)
             }
@@ -53,7 +53,8 @@ macro_rules! vector {
                 self.view_mut().into_slice(range)
             }
 
-            /// The parts before and from `middle`. Streams that use different parts do not wait for each other.
+            /// The parts before `middle` and from `middle` on. Streams that use different parts do not wait for each
+            /// other.
             pub fn split_at_mut(&mut self, middle: usize) -> Result<(ViewMut<'_, T>, ViewMut<'_, T>)> {
                 self.view_mut().split_at_mut(middle)
             }

@@ -14,13 +14,13 @@ use super::order::Span;
 use crate::error::BufferError;
 use crate::{Result, Stream};
 
-/// Shared access to a range of a [`DeviceVec`](super::DeviceVec) or [`PinnedVec`](super::PinnedVec): what `&[T]` is to
-/// a `Vec`.
+/// Shared access to a range of a [`DeviceVec`](super::DeviceVec) or [`PinnedVec`](super::PinnedVec): like `&[T]` of a
+/// `Vec`.
 pub struct View<'a, T> {
     pub(super) part: Part<'a, T>,
 }
 
-/// Exclusive access to a range: what `&mut [T]` is to a `Vec`.
+/// Exclusive access to a range, like `&mut [T]` of a `Vec`.
 pub struct ViewMut<'a, T> {
     pub(super) part: Part<'a, T>,
 }
@@ -29,7 +29,7 @@ pub struct ViewMut<'a, T> {
 pub(super) struct Part<'a, T> {
     buffer: &'a Buffer,
     range: Range<usize>,
-    /// Whether the vector itself is borrowed exclusively for it: no other view of any part of it is in use.
+    /// Whether the vector itself is borrowed exclusively for it, so that no other view of any part is in use.
     exclusive: bool,
     elements: PhantomData<&'a T>,
 }
@@ -75,7 +75,7 @@ impl<'a, T: Pod> Part<'a, T> {
         Self { buffer, range: 0..len, exclusive: true, elements: PhantomData }
     }
 
-    /// The same beside other views.
+    /// The same part, while other views exist.
     fn beside_others(&self) -> Self {
         Self { exclusive: false, ..self.clone() }
     }
@@ -159,18 +159,18 @@ impl<'a, T: Pod> View<'a, T> {
         self.part.len()
     }
 
-    /// Whether it has none.
+    /// Whether it has no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// A part of it. [`BufferError::Range`] if that does not lie in it.
+    /// A part of it. [`BufferError::Range`] if the range does not lie in it.
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Result<View<'a, T>> {
         Ok(Self { part: self.part.sub(range)? })
     }
 
-    /// The parts before and from `middle`.
+    /// The parts before `middle` and from `middle` on.
     pub fn split_at(&self, middle: usize) -> Result<(View<'a, T>, View<'a, T>)> {
         Ok((self.slice(..middle)?, self.slice(middle..)?))
     }
@@ -189,7 +189,7 @@ impl<'a, T: Pod> ViewMut<'a, T> {
         self.part.len()
     }
 
-    /// Whether it has none.
+    /// Whether it has no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -217,12 +217,12 @@ impl<'a, T: Pod> ViewMut<'a, T> {
         Ok(ViewMut { part: self.part.sub(range)? })
     }
 
-    /// A part of it, for as long as itself.
+    /// A part of it, with the same lifetime.
     pub fn into_slice(self, range: impl RangeBounds<usize>) -> Result<ViewMut<'a, T>> {
         Ok(Self { part: self.part.sub(range)? })
     }
 
-    /// The parts before and from `middle`. Streams that use different parts do not wait for each other.
+    /// The parts before `middle` and from `middle` on. Streams that use different parts do not wait for each other.
     pub fn split_at_mut(self, middle: usize) -> Result<(ViewMut<'a, T>, ViewMut<'a, T>)> {
         let part = self.part.beside_others();
         Ok((Self { part: part.sub(..middle)? }, Self { part: part.sub(middle..)? }))
@@ -267,7 +267,7 @@ impl RowShape {
     }
 }
 
-/// What can be viewed: a vector or a view of it, by reference. Sealed.
+/// Memory that can be viewed: a vector or a view of it, by reference. Sealed.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not memory of `{T}` that can be read",
     note = "pass a reference to a `DeviceVec`, `PinnedVec` or `View` of the same element type"
@@ -277,7 +277,7 @@ pub trait IntoView<'a, T>: Sealed {
     fn into_view(self) -> View<'a, T>;
 }
 
-/// What can be viewed exclusively: a vector or a view of it, by exclusive reference. Sealed.
+/// Memory that can be viewed exclusively: a vector or a view of it, by exclusive reference. Sealed.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not memory of `{T}` that can be written",
     note = "pass `&mut` a `DeviceVec`, `PinnedVec` or `ViewMut` of the same element type"

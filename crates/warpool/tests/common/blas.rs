@@ -12,7 +12,7 @@ use warpool::{Device, Instance, Result, Stream};
 
 use super::memory::{FIRST, MIB};
 
-/// The size on a device of compute capability 9, which the simulated one is.
+/// The size on a device of compute capability 9, such as the simulated one.
 pub const HOPPER: u64 = 32 * MIB;
 
 /// A simulated machine with a counter of its calls, an allocator, and cuBLAS on it.
@@ -90,8 +90,7 @@ pub fn on_threads(count: usize, body: impl Fn(usize) + Sync) {
     });
 }
 
-/// Three matrices on the device, small whole numbers that depend on `seed`: sums of them are exact whatever the order,
-/// also in TF32.
+/// Three matrices on the device, small integers that depend on `seed`: their sums are exact in any order, even in TF32.
 pub struct Matrices {
     pub product: Sgemm,
     pub expected: Vec<f32>,
@@ -114,7 +113,7 @@ impl Matrices {
         let driver = Arc::clone(allocator.instance().driver());
         let block = allocator.allocate((3 * n * n * 4) as u64, stream)?;
         let bytes: Vec<u8> = a.iter().chain(&b).flat_map(|x| x.to_ne_bytes()).collect();
-        // Earlier uses of the block are ordered by the stream; the host is not.
+        // Stream order covers earlier uses of the block, but not the host's access.
         stream.synchronize()?;
         driver.upload(stream.device_id(), block.ptr(), &bytes)?;
         let matrix = |index: usize| BlasMatrix {

@@ -72,18 +72,18 @@ impl GraphFixture {
         self.context.any().allocate(bytes, stream).unwrap()
     }
 
-    /// Puts `to += value` into a stream.
+    /// Enqueues `to += value` in a stream.
     pub fn add(&self, to: DevicePtr, value: u32, stream: &Stream) {
         self.try_add(to, value, stream).unwrap();
     }
 
-    /// The same with a result, for the body of a capture.
+    /// As [`add`](Self::add), with a result, for the body of a capture.
     pub fn try_add(&self, to: DevicePtr, value: u32, stream: &Stream) -> Result<()> {
         let args = [to.into(), value.into()];
         Ok(self.context.sim.kernel_launch(self.add, LaunchShape::ONE, &args, stream.id())?)
     }
 
-    /// Puts `to = from + value` into a stream.
+    /// Enqueues `to = from + value` in a stream.
     pub fn sum(&self, to: DevicePtr, from: DevicePtr, value: u32, stream: &Stream) {
         let args = [to.into(), from.into(), value.into()];
         self.context.sim.kernel_launch(self.sum, LaunchShape::ONE, &args, stream.id()).unwrap();
@@ -95,7 +95,7 @@ impl GraphFixture {
         capture_kernel(capture, self.add, &[to.into(), value.into()], &stream)
     }
 
-    /// The same in pinned host memory.
+    /// As [`capture_add`](Self::capture_add), in pinned host memory.
     pub fn capture_add_host(&self, capture: &mut Capture<'_>, to: impl Into<HostOffset>, value: u32) -> Result<()> {
         let stream = capture.stream().clone();
         capture_kernel(capture, self.add, &[to.into().into(), value.into()], &stream)
@@ -133,7 +133,7 @@ impl GraphFixture {
         self.context.sim.clear_hazards();
     }
 
-    /// Frees everything that is unused, also what destructors left.
+    /// Frees everything that is unused, including objects that destructors left.
     pub fn clean(&self) {
         self.graph().reset().unwrap();
         self.context.device().synchronize().unwrap();

@@ -1,5 +1,5 @@
-//! Launches on the simulated device, whose kernels reach no memory but that which they may: safe, unlike the calls
-//! behind them.
+//! Safe wrappers of launches on the simulated device, which checks every memory access of a kernel. The wrapped calls
+//! are unsafe.
 
 use warpool::driver::{DevicePtr, Driver, FunctionId, GraphExecId, KernelArg, LaunchShape, StreamId};
 use warpool::generator::Target;

@@ -20,9 +20,9 @@ pub struct LoggingAllocator {
     live: Mutex<BTreeMap<u64, Allocated>>,
     /// The bytes that it can allocate.
     pub capacity: AtomicU64,
-    /// Panics in the next call.
+    /// Whether the next call panics.
     pub panics: AtomicBool,
-    /// Does not free to the driver, whose free waits for the device, and so for paused streams.
+    /// Whether memory is not returned to the driver, whose free waits for the device, and so for paused streams.
     pub keeps_memory: AtomicBool,
 }
 

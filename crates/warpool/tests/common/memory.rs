@@ -77,7 +77,7 @@ impl TestContext {
         outcome
     }
 
-    /// For the default stream.
+    /// Allocates for the default stream.
     pub fn alloc(&self, bytes: u64) -> Allocation {
         self.try_alloc(bytes).unwrap()
     }
@@ -99,7 +99,7 @@ impl TestContext {
         allocation
     }
 
-    /// Requests more than there is, and returns the report.
+    /// Makes a request that runs out of memory, and returns the report.
     pub fn expect_oom(&self, bytes: u64) -> warpool::memory::OomReport {
         match self.try_alloc(bytes) {
             Err(Error::OutOfMemory(report)) => *report,
@@ -120,7 +120,7 @@ impl TestContext {
         self.allocator.record_use(allocation, stream.id()).unwrap();
     }
 
-    /// Releases what is cached in the default pool and in released pools.
+    /// Releases the cached memory of the default pool and of released pools.
     pub fn trim(&self) -> u64 {
         let bytes = self.allocator.trim(FIRST, MemPoolId::DEFAULT).unwrap();
         self.allocator.check();
@@ -186,7 +186,7 @@ impl TestContext {
         }
     }
 
-    /// No work of the stream starts from here on.
+    /// No work of the stream starts from now on.
     pub fn pause_stream(&self, stream: &Stream) {
         self.sim.pause_stream(stream.id()).unwrap();
     }
@@ -198,7 +198,7 @@ impl TestContext {
         stream.synchronize().unwrap();
     }
 
-    /// Begins a capture on a stream that the allocator is told of.
+    /// Begins a capture on a stream, and reports it to the allocator.
     pub fn begin_capture(&self, stream: &Stream) -> CaptureId {
         self.sim.capture_begin(stream.id(), CaptureMode::Global).unwrap();
         self.pools().capture_began(FIRST).unwrap();

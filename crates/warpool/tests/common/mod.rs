@@ -1,5 +1,5 @@
-//! What the integration tests share: simulated devices, and work that keeps them busy.
-// Not `expect`: what is unused differs from one test binary to the next.
+//! Shared code of the integration tests: simulated devices, and work that keeps them busy.
+// Not `expect`: the unused items differ between test binaries.
 #![allow(clippy::allow_attributes, dead_code, unused_imports, reason = "each test binary uses its own part of this")]
 
 pub mod blas;
@@ -18,7 +18,7 @@ use warpool::driver::Pattern;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::{Device, Instance, Stream};
 
-/// A simulated machine, and a `Instance` on it.
+/// A simulated machine, and an `Instance` on it.
 pub fn machine(devices: u32) -> (Arc<SimDriver>, Instance) {
     let sim = Arc::new(SimDriver::new(SimConfig::default().with_devices(devices)));
     let instance = Instance::new(sim.clone()).expect("a simulated device");

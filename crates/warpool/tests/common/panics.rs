@@ -27,7 +27,7 @@ pub struct Bomb {
 }
 
 impl Bomb {
-    /// To be called by all user code.
+    /// Called by all user code.
     pub fn tick(&self) {
         if self.calls.fetch_add(1, Ordering::SeqCst) + 1 == self.nth.load(Ordering::SeqCst) {
             // As a panic, but without the message.
@@ -49,7 +49,7 @@ impl Drop for TickingDrop {
     }
 }
 
-/// What is tested: an allocator, and what else a scenario needs of it.
+/// The subject of a scenario: an allocator, and the steps and checks that depend on it.
 pub struct Subject {
     pub sim: Arc<SimDriver>,
     pub instance: Instance,
@@ -93,7 +93,7 @@ impl Run<'_> {
     }
 }
 
-/// Runs the scenario once for every call of user code in it, which panics. Returns how many there were.
+/// Runs the scenario once for every call of user code in it, and makes that call panic. Returns the number of calls.
 pub fn every_call_panics_once(make: impl Fn(&Arc<Bomb>) -> Subject + Send + 'static) -> u64 {
     let (sender, receiver) = mpsc::channel();
     let runs = std::thread::spawn(move || {
@@ -158,7 +158,7 @@ fn scenario(subject: &Subject, bomb: &Arc<Bomb>) {
             live.extend(run.step("an allocation", || allocator.allocate(bytes, &main).unwrap()));
             run.expect_live("an allocation", live.len() as u64);
         }
-        // Its panic ends in the driver.
+        // Its panic is caught in the driver.
         let ticks = Arc::clone(bomb);
         run.step("a host callback", || main.host_callback(move || ticks.tick()).unwrap());
         for (round, block) in std::mem::take(&mut live).into_iter().enumerate() {

@@ -6,10 +6,10 @@ use std::time::Duration;
 use warpool::driver::decorate::{Arguments, Hook, Outcome};
 use warpool::driver::{self, Call, Driver};
 
-/// How long a thread is given to do what it must not do. A test that passes has waited for that long.
+/// How long a thread is given to do what it must not do. A passing test waits this long.
 pub const PATIENCE: Duration = Duration::from_millis(150);
 
-/// Stops the first call of one kind, until another thread has done something or the patience is over.
+/// Stops the first call of one kind, until another thread has done something or [`PATIENCE`] is over.
 #[derive(Default)]
 pub struct Pause {
     at: Mutex<Option<Call>>,

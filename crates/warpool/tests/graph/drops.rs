@@ -1,4 +1,4 @@
-//! Graphs that are dropped or reset, also in the middle of a capture; a drop makes no driver call.
+//! Graphs that are dropped or reset, including in the middle of a capture; a drop makes no driver call.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
@@ -204,7 +204,7 @@ impl Hook for WaitAtEnd {
     fn suballocation(&self, _: Call, _: Arguments<'_>) {}
 }
 
-/// A reset ends the captures of dropped graphs also while another thread is ending one of them.
+/// A reset ends the captures of dropped graphs even while another thread is ending one of them.
 #[test]
 fn a_thread_that_ends_one_capture_leaves_the_others_to_other_threads() {
     let sim = Arc::new(SimDriver::new(SimConfig::default()));

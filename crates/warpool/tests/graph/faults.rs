@@ -132,8 +132,8 @@ fn random_failures_leak_nothing() {
     }
 }
 
-/// Found by `warpool soak`: the driver had ended the capture, but its status could not be read. It went on counting as
-/// under way, and a trim kept uncached memory that was freed meanwhile.
+/// Found by `warpool soak`: the driver had ended the capture, but its status could not be read. It still counted as
+/// active, and a trim kept uncached memory that was freed meanwhile.
 #[test]
 fn a_capture_that_is_over_does_not_count_though_its_status_cannot_be_read() {
     let fixture = FaultyFixture::new();

@@ -28,7 +28,7 @@ static KERNELS: KernelSource = KernelSource {
     })],
 };
 
-/// How much of a block the work reads.
+/// How many words of a block the work reads.
 const WORDS: usize = 16;
 
 /// Adds a weight to its input, twice: once into memory of its own, once into its output. A shape is the size of each in
@@ -120,7 +120,7 @@ impl CallableFixture {
         self.context.sim.fill(block.ptr(), Pattern::U32(value), (block.bytes() / 4).min(16), stream.id()).unwrap();
     }
 
-    /// The first words of what `stream` has written.
+    /// The first word that `stream` has written.
     fn word(&self, block: &DeviceBlock, stream: &Stream) -> u32 {
         stream.synchronize().unwrap();
         let mut bytes = [0; 4];
@@ -160,8 +160,8 @@ impl CallableFixture {
 
 const SHAPES: [u64; 3] = [1 << 10, 12 << 10, 4 << 10];
 
-/// The numbers follow from the allocator's rules: 12 MiB blocks have segments of their own; the 4 MiB ones are split
-/// from what the first graph has freed; 1 MiB is small.
+/// The numbers follow from the allocator's rules: 12 MiB blocks have their own segments; the 4 MiB blocks are split
+/// from memory that the first graph has freed; 1 MiB is small.
 #[test]
 fn shapes_are_captured_largest_first_into_one_pool() {
     let fixture = CallableFixture::new();
@@ -309,7 +309,7 @@ fn a_call_without_a_graph_says_why() {
     fixture.finish();
 }
 
-/// Waiting for the stream of the call before would make the next call's stream part of its capture.
+/// Waiting for the stream of the previous call would make the next call's stream part of its capture.
 #[test]
 fn a_capture_on_the_stream_of_the_last_call_is_not_joined() {
     let fixture = CallableFixture::new();
@@ -335,8 +335,7 @@ fn a_capture_on_the_stream_of_the_last_call_is_not_joined() {
     fixture.finish();
 }
 
-/// Inputs, graphs and outputs are shared by all calls: those on another stream wait. The simulated device checks the
-/// order.
+/// All calls share inputs, graphs and outputs: calls on another stream wait. The simulated device checks the order.
 #[test]
 fn calls_on_two_streams_are_ordered() {
     let fixture = CallableFixture::new();
@@ -437,7 +436,7 @@ fn a_failing_warm_up_is_an_error() {
     fixture.finish();
 }
 
-/// Closing waits for nothing: freed memory is not reused before the replay that uses it is done.
+/// Closing does not wait: freed memory is not reused before the replay that uses it is done.
 #[test]
 fn close_frees_everything_after_the_last_replay() {
     let fixture = CallableFixture::new();

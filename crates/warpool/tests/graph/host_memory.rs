@@ -42,8 +42,8 @@ impl HostFixture {
         self.host.allocate(BYTES).unwrap()
     }
 
-    /// All blocks of this size that the host allocator can reuse now without pinning more, allocated one after another.
-    /// Each is written to: a stream that still uses one would be a hazard.
+    /// All blocks of this size that the host allocator can allocate now without pinning more, allocated one after
+    /// another. Each is written to: a stream that still uses one would be a hazard.
     fn reusable_blocks(&self) -> Vec<HostPtr> {
         let mut taken = Vec::new();
         let pinned = self.host.stats().allocated_bytes.current;
@@ -209,8 +209,8 @@ fn graphs_of_one_pool_share_only_unused_blocks() {
     fixture.finish();
 }
 
-/// The same for memory that the scope allocated: blocks that copies and kernels used are not reused by a later graph of
-/// the pool.
+/// As above, for memory that the scope allocated: blocks that copies and kernels used are not reused by a later graph
+/// of the pool.
 #[test]
 fn a_later_graph_of_the_pool_does_not_reuse_used_blocks() {
     let fixture = HostFixture::new();
@@ -416,7 +416,7 @@ enum UseKind {
     LooseInPool,
     /// The program owns it, and drops it after the graph.
     Outlives,
-    /// The same, of the graph's pool.
+    /// As `Outlives`, with memory of the graph's pool.
     OutlivesInPool,
 }
 
@@ -564,8 +564,8 @@ fn a_failed_capture_frees_its_blocks() {
     }
 }
 
-/// A stream that used a block captures by the time the block is freed: no event can be recorded there before the
-/// capture is over.
+/// A stream that used a block is capturing when the block is freed: no event can be recorded there before the capture
+/// is over.
 #[test]
 fn frees_of_blocks_whose_stream_captures_wait_for_the_capture() {
     let fixture = HostFixture::new();
@@ -643,7 +643,7 @@ fn empty_blocks() {
     fixture.finish();
 }
 
-/// The allocator cannot be closed while a graph has memory of it, used or not.
+/// The allocator cannot be closed while a graph holds memory of it, used or not.
 #[test]
 fn an_allocator_cannot_be_closed_while_a_graph_has_its_memory() {
     for used in [false, true] {
@@ -664,7 +664,7 @@ fn an_allocator_cannot_be_closed_while_a_graph_has_its_memory() {
     }
 }
 
-/// A use can be recorded by address, for code without the block.
+/// A use can be recorded by address, for code that does not have the block.
 #[test]
 fn uses_by_address_are_recorded_in_captures() {
     let fixture = HostFixture::new();

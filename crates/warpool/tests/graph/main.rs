@@ -1,5 +1,4 @@
-//! Graphs on the simulated device: what they run, what they own, every way to use them wrongly, and that nothing is
-//! left behind.
+//! Graphs on the simulated device: what they run, what they own, every wrong use, and that nothing is leaked.
 
 #[path = "../common/mod.rs"]
 mod common;

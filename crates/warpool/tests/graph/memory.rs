@@ -275,7 +275,7 @@ fn memory_of_a_dropped_graph_waits_for_replays_on_all_streams() {
     fixture.finish();
 }
 
-/// Streams whose replays are done are forgotten; those that are busy are waited for.
+/// Streams whose replays are done are removed; the memory waits for those that are busy.
 #[test]
 fn memory_of_a_graph_that_saw_many_streams_waits_for_the_busy_ones() {
     let fixture = CaptureFixture::new();
@@ -335,7 +335,7 @@ fn a_replay_is_one_driver_call_after_many_streams() {
     fixture.finish();
 }
 
-/// Unmapping waits for no stream by itself, and the pool's memory was not allocated for the stream of the replays.
+/// Unmapping does not wait for any stream, and the pool's memory was not allocated for the stream of the replays.
 #[test]
 fn expandable_memory_of_a_dropped_graph_waits_for_its_replays() {
     for settings in ["", "expandable_segments:True"] {
@@ -412,7 +412,7 @@ fn a_use_on_oom_pool_keeps_what_graphs_use() {
     let (mut graph, allocator) = (fixture.graph(), fixture.context.any());
     graph
         .capture(&fixture.side, CaptureOptions::default().with_pool(&pool), |capture| {
-            // Free for the next capture of the pool, and written to by every replay of this one.
+            // It is free for the next capture of the pool, but every replay of this one writes to it.
             let scratch = allocator.allocate(600 * MIB, capture.stream())?;
             fixture
                 .context
@@ -438,7 +438,8 @@ fn an_allocator_sees_captures_of_another_allocator() {
             let block = other.allocate(KIB, &plain)?;
             block.record_use(capture.stream())?;
             block.free()?;
-            // It processes pending frees: recording an event in the capture, or querying it, would invalidate that.
+            // This processes pending frees: recording an event in the capture, or querying it, would invalidate the
+            // capture.
             other.allocate(KIB, &plain).map(drop)
         })
         .unwrap();

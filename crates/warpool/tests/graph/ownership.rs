@@ -1,4 +1,4 @@
-//! What a graph owns cannot be freed from under it, by any call that safe code can make.
+//! Memory that a graph owns cannot be freed before the graph, by any call that safe code can make.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use warpool::memory::{
 use crate::common::memory::{FIRST, MIB};
 use crate::fixture::CaptureFixture;
 
-/// A graph whose replays go through memory that was freed in its capture, and end in a buffer of its own.
+/// A graph whose replays use memory that was freed in its capture, and write the result to a buffer of the graph.
 fn with_scratch(fixture: &CaptureFixture, options: CaptureOptions<'_>, value: u32) -> (Graph, BufferKey) {
     let mut graph = fixture.graph();
     let key = graph
@@ -31,7 +31,7 @@ fn with_scratch(fixture: &CaptureFixture, options: CaptureOptions<'_>, value: u3
     (graph, key)
 }
 
-/// Returns all that is cached, takes what can be had of it, and replays.
+/// Returns all cached memory to the driver, allocates as much as possible, and replays.
 fn expect_intact(fixture: &CaptureFixture, graph: &Graph, key: BufferKey, value: u32) {
     fixture.context.trim();
     let others =
@@ -55,7 +55,7 @@ fn a_raw_release_does_not_end_the_use_of_a_graph() {
             assert_eq!(refused, Err(Error::PoolNotRetained { pool }));
             expect_intact(&fixture, &graph, key, 5);
         }
-        // Uses that raw calls begin are theirs to end, and no more than those.
+        // Raw calls can end the uses that raw calls began, and no others.
         fixture.context.pools().retain_pool(FIRST, pool).unwrap();
         fixture.context.pools().release_pool(FIRST, pool).unwrap();
         assert_eq!(fixture.context.pools().release_pool(FIRST, pool), Err(Error::PoolNotRetained { pool }));
@@ -232,7 +232,7 @@ fn raw_frees_do_not_free_the_blocks_of_a_graph() {
         let held = Err(Error::HeldByGraph { ptr });
         assert_eq!(allocator.free_raw(ptr), held);
         assert_eq!(allocator.free_on(FIRST, ptr), held);
-        // What is not cached is not found.
+        // `find` does not find uncached memory.
         if let Ok(found) = allocator.find(ptr) {
             assert_eq!(allocator.free(found), held);
             // SAFETY: its owner does not free it: a graph holds it, and the drop frees nothing.

@@ -1,6 +1,5 @@
-//! Counterparts of PyTorch's tests of graphs: each test names them, and says where our behaviour differs on purpose.
-//! Those about memory are in `pytorch_memory.rs`, about conditional nodes in
-//! `pytorch_bodies.rs`.
+//! Counterparts of PyTorch's tests of graphs: each test names them, and states where our behaviour differs on purpose.
+//! Those about memory are in `pytorch_memory.rs`, about conditional nodes in `pytorch_bodies.rs`.
 
 use std::sync::{Arc, Mutex};
 
@@ -242,7 +241,7 @@ fn raw_handles_exist_with_their_objects() {
         assert_eq!(graph_error(kept.raw_exec()), GraphError::NotInstantiated);
         kept.instantiate().unwrap();
         let exec = kept.raw_exec().unwrap();
-        // Again: the old executable is destroyed.
+        // Instantiated again: the old executable is destroyed.
         kept.instantiate().unwrap();
         assert_ne!(kept.raw_exec().unwrap(), exec);
         kept.replay(&fixture.context.main).unwrap();

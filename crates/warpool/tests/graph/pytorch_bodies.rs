@@ -1,5 +1,5 @@
-//! Counterparts of PyTorch's tests of conditional nodes: each test names them, and says where our behaviour differs on
-//! purpose. Flags are in device memory, and are read when a replay reaches the node.
+//! Counterparts of PyTorch's tests of conditional nodes: each test names them, and states where our behaviour differs
+//! on purpose. Flags are in device memory, and are read when a replay reaches the node.
 
 use crate::common::graphs::{GraphFixture, graph_error};
 use warpool::driver::{NodeKind, Pattern};
@@ -95,7 +95,8 @@ fn forty_ifs_in_one_graph_each_follow_their_flag() {
     fixture.finish();
 }
 
-/// test_cond_traced_triply_nested_cudagraphs: all eight ways through three ifs. As many streams as bodies are nested.
+/// test_cond_traced_triply_nested_cudagraphs: all eight paths through three ifs. The number of streams is the nesting
+/// depth.
 #[test]
 fn three_nested_ifs_run_inside_each_other() {
     let fixture = GraphFixture::new("");
@@ -195,7 +196,7 @@ fn an_if_inside_a_while_is_evaluated_in_every_round() {
     fixture.finish();
 }
 
-/// Random numbers in a body are an error, in PyTorch when the body ends, here where they are drawn; the whole capture
+/// Random numbers in a body are an error, in PyTorch when the body ends, here when they are drawn; the whole capture
 /// fails.
 #[test]
 fn random_numbers_in_a_body_are_an_error() {
@@ -206,7 +207,7 @@ fn random_numbers_in_a_body_are_an_error() {
     let mut seen = None;
     let outcome = graph.capture(&fixture.side, PLAIN, |capture| {
         let [flag] = words(capture)?;
-        // Also if the error is ignored here: the body would be incomplete.
+        // The capture fails even if the error is ignored here: the body would be incomplete.
         let _ = capture.if_node(Flag::byte(flag), |body| {
             let drawn = generator.fill_bits(&block, body.stream());
             seen = drawn.clone().err();

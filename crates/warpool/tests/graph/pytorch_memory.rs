@@ -1,6 +1,6 @@
-//! Counterparts of PyTorch's tests of graph memory: each test names them, and says where our behaviour differs on
-//! purpose. The sizes follow from the allocator's rules (`caching/size.rs`): small
-//! segments of 2 MiB, shared ones of 20, own ones in steps of 2.
+//! Counterparts of PyTorch's tests of graph memory: each test names them, and states where our behaviour differs on
+//! purpose. The sizes follow from the allocator's rules (`memory/size_rules.rs`): small segments of 2 MiB, shared ones
+//! of 20, own ones in steps of 2.
 
 use crate::common::graphs::{GraphFixture, graph_error};
 use crate::common::memory::{GIB, KIB, MIB};
@@ -14,9 +14,9 @@ const PLAIN: CaptureOptions<'_> =
     CaptureOptions { pool: None, mode: warpool::driver::CaptureMode::Global, poller_timeout: None };
 const REUSE: &str = "graph_capture_record_stream_reuse:True";
 
-/// test_graph_memory_stats_and_use_result_after_destroy_graph: five sizes, with exactly what is held while the graph
-/// lives, when it is dropped, and when its result is. A round of the capture needs three blocks at once. The result is
-/// the caller's own, not the graph's: it stays when the graph goes.
+/// test_graph_memory_stats_and_use_result_after_destroy_graph: five sizes, with the exact bytes that are reserved while
+/// the graph lives, after it is dropped, and after its result is dropped. A round of the capture needs three blocks at
+/// once. The caller owns the result, not the graph: it stays when the graph is dropped.
 #[test]
 fn the_bytes_of_a_graph_are_exact_and_results_outlive_it() {
     struct Case {
@@ -69,7 +69,7 @@ fn the_bytes_of_a_graph_are_exact_and_results_outlive_it() {
             .unwrap();
         let one = (1, result.bytes_usable());
         if bytes == 10 * MIB - 512 {
-            // What is left of a shared segment is too little to be cut: the second block gets it all.
+            // The rest of a shared segment is too small to be split: the second block gets it all.
             assert!([bytes, bytes + KIB].contains(&one.1));
         } else {
             assert_eq!(one.1, bytes);
@@ -95,7 +95,7 @@ fn the_bytes_of_a_graph_are_exact_and_results_outlive_it() {
     }
 }
 
-/// Frees a block in the capture that `fork` uses too; whether a block of the same size then reuses it.
+/// Frees a block in the capture that `fork` uses too. Returns whether a block of the same size then reuses it.
 fn is_reused(
     fixture: &GraphFixture,
     capture: &mut warpool::graph::Capture<'_>,
@@ -125,7 +125,7 @@ fn is_reused(
 
 /// test_graph_record_stream, TestMemPool.test_graph_capture_reclaim_2_streams, _4_streams: a block that other streams
 /// of the capture used is reused in the capture only with the setting, and only if the graph orders all of those uses
-/// before.
+/// before the next one.
 #[test]
 fn uses_on_other_streams_of_a_capture_are_joined_before_reuse() {
     for (forks, joins, settings) in
@@ -139,7 +139,7 @@ fn uses_on_other_streams_of_a_capture_are_joined_before_reuse() {
         graph.replay(&fixture.side).unwrap();
         fixture.context.device().synchronize().unwrap();
         let pool = graph.pool().unwrap();
-        // After the capture it is free in any case: everything was joined.
+        // After the capture it is free with or without the setting: everything was joined.
         let mut next = fixture.graph();
         let fits = next.capture(&fixture.side, PLAIN.with_pool(pool), |_| {
             let before = fixture.context.bytes_reserved();
@@ -180,7 +180,7 @@ fn a_second_graph_reuses_what_the_first_has_freed() {
 }
 
 /// TestMemPool.test_graph_capture_pre_capture_stream_use: a use from before the capture does not belong to the graph,
-/// and is still waited for after it.
+/// and the block still waits for it after the capture.
 #[test]
 fn a_use_from_before_the_capture_is_still_waited_for() {
     for settings in ["", REUSE] {
@@ -246,8 +246,8 @@ fn a_capture_that_runs_out_of_memory_frees_what_it_had() {
     fixture.finish();
 }
 
-/// test_graph_two_successive, test_graph_three_successive: what one graph leaves, the next ones use; with pools of
-/// their own and with one for all.
+/// test_graph_two_successive, test_graph_three_successive: later graphs use the output of earlier ones, with separate
+/// pools and with one shared pool.
 #[test]
 fn successive_graphs_can_share_a_pool() {
     let held = [false, true].map(|shares| {

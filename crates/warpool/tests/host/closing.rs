@@ -19,7 +19,7 @@ fn closing_unpins_everything() {
     blocks.iter().for_each(|block| context.upload(block, &stream));
     assert_eq!(context.sim.object_counts().pinned, 3);
     drop(blocks);
-    // Pending work is waited for.
+    // Closing waits for pending work.
     context.pinned.close().unwrap();
     assert_eq!(context.sim.object_counts().pinned, 0);
     assert_eq!(context.sim.paused_work(stream.id()).unwrap(), 0);

@@ -104,7 +104,7 @@ impl TestContext {
         blocks.find(|block| block.address == ptr.0).expect("a block at that address").state
     }
 
-    /// No work of the stream starts from now on.
+    /// Pauses a stream: none of its work starts from now on.
     pub fn pause_stream(&self, stream: &Stream) {
         self.sim.pause_stream(stream.id()).unwrap();
     }

@@ -1,4 +1,4 @@
-//! Pinned memory in captures: a graph keeps what it uses.
+//! Pinned memory in captures: a graph keeps the blocks that it uses.
 
 use std::sync::Arc;
 
@@ -184,7 +184,7 @@ fn a_capture_is_not_disturbed() {
     graphs.host.finish();
 }
 
-/// A capture begun without Warpool makes an unknown graph, so its blocks are never reused.
+/// A capture begun without Warpool creates an unknown graph, so its blocks are never reused.
 #[test]
 fn blocks_of_a_foreign_capture_are_never_reused() {
     let context = TestContext::new("");
@@ -208,7 +208,8 @@ fn blocks_of_a_foreign_capture_are_never_reused() {
     context.finish();
 }
 
-/// Graphs that a framework captures by itself: what a capture used stays with the pool, and is free once that is gone.
+/// Graphs that a framework captures itself: blocks that a capture used stay in the pool, and are free once the pool is
+/// gone.
 #[test]
 fn a_frameworks_graphs_keep_what_they_use() {
     let context = TestContext::new("");
@@ -219,7 +220,7 @@ fn a_frameworks_graphs_keep_what_they_use() {
     assert_ne!(context.alloc(KIB).ptr(), unused, "requests outside of the pool do not get it");
     let block = context.pinned.allocate_in(KIB, &pool).unwrap();
     assert_eq!(block.ptr(), unused);
-    // By any address in it, and memory from outside of the pool too.
+    // A use is recorded by any address in a block, also for memory from outside of the pool.
     assert!(context.pinned.record_graph_use_within(block.ptr().offset(100), &pool).unwrap());
     let outside = context.alloc(2 * KIB);
     let used = outside.ptr();

@@ -1,4 +1,4 @@
-//! The hot path makes no driver call, and threads do not disturb each other.
+//! The hot path makes no driver call, and threads do not interfere with each other.
 
 use std::thread;
 
@@ -41,9 +41,9 @@ fn the_newest_cached_block_is_reused_first() {
     context.finish();
 }
 
-/// Two allocators run the same random program; one is asked for its statistics after every step, the other seldom. What
-/// is compared of addresses is which are the same: each has its own. Sizes of size classes only: of larger blocks the
-/// smallest that fits is taken, but the last one first.
+/// Two allocators run the same random program; one reads its statistics after every step, the other rarely. The
+/// allocators have different addresses, so the test compares which addresses are equal to earlier ones. Only sizes of
+/// size classes are used: for larger requests the smallest block that fits is taken, but the last freed one first.
 #[test]
 fn repeated_pairs_leave_blocks_and_statistics_as_they_are() {
     for seed in 0..20 {
@@ -89,7 +89,7 @@ fn repeated_pairs_leave_blocks_and_statistics_as_they_are() {
                 let [often, seldom] = [0, 1].map(|side| {
                     sides[side].0.pinned.check();
                     let stats = sides[side].0.stats();
-                    // How much of it a trim leaves depends on the order of the segments' addresses.
+                    // How much a trim leaves depends on the order of the segments' addresses.
                     assert_eq!(stats.cached_bytes, stats.allocated_bytes.current - stats.active_bytes.current);
                     (stats.active_requests, stats.active_bytes)
                 });

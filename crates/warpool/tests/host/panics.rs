@@ -1,5 +1,5 @@
-//! Panics of a program's own code: host callbacks, trackers, stack hooks, pressure callbacks, trim hooks. Whatever call
-//! they come out of, nothing is lost: the counts are right, everything can be closed, and nothing hangs. Issue 12.
+//! Panics of user code: host callbacks, trackers, stack hooks, pressure callbacks, trim hooks. Whichever call panics,
+//! nothing is leaked: the counts are right, everything can be closed, and nothing hangs. Issue 12.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use warpool::memory::{Action, HistoryOptions, HostBlock, StackLevel};
 
 use super::context::{KIB, MIB, TestContext};
 
-/// Panics without a report: it is expected.
+/// Panics without a message, because the panic is expected.
 fn panic_on_purpose() -> ! {
     resume_unwind(Box::new("on purpose"))
 }

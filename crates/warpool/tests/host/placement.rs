@@ -101,7 +101,7 @@ fn small_requests_of_one_size_waste_little() {
         let context = TestContext::new("");
         let blocks: Vec<_> = (0..64 * MIB / requested).map(|_| context.pinned.allocate(requested).unwrap()).collect();
         let total = requested * blocks.len() as u64;
-        // Rounding wastes an eighth, and so may the last segment.
+        // Rounding wastes at most an eighth, and the last segment may waste another eighth.
         let max = total + total / 8 + total / 8;
         assert!(context.pinned_bytes() <= max, "{requested}: {} pinned for {total}", context.pinned_bytes());
         drop(blocks);
@@ -137,8 +137,9 @@ fn a_model_of_seven_billion_parameters_wastes_almost_nothing() {
     context.finish();
 }
 
-/// 20.4 GiB, for which powers of two pin 32 GiB, pin at most 20.5, as one request or as many. Small requests are tested
-/// with a hundredth of it: simulated host memory is real, and only large ranges cost nothing before they are touched.
+/// Requests of 20.4 GiB in total, for which powers of two pin 32 GiB, pin at most 20.5 GiB, as one request or as many.
+/// Small requests are tested with a hundredth of it: simulated host memory is real memory, and only large ranges cost
+/// nothing before they are touched.
 #[test]
 fn twenty_gibibytes_waste_almost_nothing() {
     for (piece, divisor) in [(MIB + 1, 100), (5_000_001, 100), (100_000_001, 1), (3 * GIB + 1, 1), (21 * GIB, 1)] {

@@ -1,8 +1,8 @@
-//! PyTorch's tests of pinned host memory, for Warpool's allocator. Each test names its counterpart, and says where the
-//! behaviour differs on purpose.
+//! PyTorch's tests of pinned host memory, for Warpool's allocator. Each test names its counterpart, and states where
+//! the behaviour differs on purpose.
 //!
-//! Most differ in sizes: PyTorch rounds to powers of two and pins every block by itself; here there are eight classes
-//! between two powers of two, and blocks up to 256 KiB are cut from shared segments, the first of 2 MiB. Its tests of
+//! Most differ in sizes: PyTorch rounds to powers of two and pins every block separately; here there are eight classes
+//! between two powers of two, and blocks up to 256 KiB are split from shared segments, the first of 2 MiB. Its tests of
 //! pinned memory in graphs are in `graph/host_memory.rs`.
 
 use std::sync::Arc;
@@ -53,7 +53,7 @@ impl TestContext {
         self.counting.count(call).calls
     }
 
-    /// Queues a copy from the block in a paused stream, records the use, and returns the destination.
+    /// Enqueues a copy from the block in a paused stream, records the use, and returns the destination.
     fn pending_copy(&self, from: &HostBlock, stream: &Stream) -> DevicePtr {
         self.sim.pause_stream(stream.id()).unwrap();
         let to = self.sim.mem_alloc(stream.device_id(), from.bytes()).unwrap();
@@ -155,7 +155,7 @@ fn a_block_waits_for_copies_to_every_device() {
 }
 
 /// TestCuda.test_pinned_memory_with_cudaregister, test_pinned_memory_with_cudaregister_multithread. Here whole segments
-/// are registered, with huge pages where the system has them.
+/// are registered, with huge pages if the system has them.
 #[test]
 fn registered_memory_is_usable_with_any_number_of_threads() {
     for threads in [1, 2, 8, 128] {
@@ -258,7 +258,7 @@ fn counters_are_exact() {
     assert_eq!(context.stats(), zero);
     assert!(context.stats().pinned_bytes_by_device.iter().all(|&bytes| bytes == 0));
 
-    // A small block is cut from a shared segment: one driver call. PyTorch would pin 16 bytes for it.
+    // A small block is split from a shared segment: one driver call. PyTorch would pin 16 bytes for it.
     let small = context.block(10);
     let stats = context.stats();
     assert_eq!(stats.allocations, stat(1, 1, 1, 0));
@@ -276,7 +276,7 @@ fn counters_are_exact() {
     assert_eq!(stats.active_requests, stat(2, 2, 2, 0));
     assert_eq!(stats.active_bytes, stat(3 * MIB + 512, 3 * MIB + 512, 3 * MIB + 512, 0));
 
-    // Freed, both stay pinned; allocated again, nothing more is pinned.
+    // Both stay pinned after their free, and allocating them again pins nothing more.
     drop((small, large));
     let stats = context.stats();
     assert_eq!(stats.active_requests, stat(0, 2, 2, 2));
@@ -393,11 +393,11 @@ fn blocks_above_the_limit_are_not_kept() {
         "the large one is unpinned"
     );
     assert_eq!(context.block(MIB).ptr(), ptr, "the small one was kept");
-    // A dropped one is unpinned by the next call that may call the driver.
+    // A dropped block is unpinned by the next call that may call the driver.
     drop(context.block(2 * MIB));
     context.host.process_pending().unwrap();
     assert_eq!((context.sim.object_counts().pinned, context.stats().num_host_free), (1, 2));
-    // A used one is unpinned when the stream has passed.
+    // A used block is unpinned when its fence has passed.
     let (stream, large) = (context.stream(0), context.block(2 * MIB));
     context.pending_copy(&large, &stream);
     large.free().unwrap();
@@ -441,8 +441,8 @@ fn blocks_that_are_not_kept_are_not_rounded() {
     context.finish();
 }
 
-/// TestCachingHostAllocatorConfig.test_unrounded_bucket_no_undersized_reuse: of blocks of many sizes none is
-/// reused for a larger request.
+/// TestCachingHostAllocatorConfig.test_unrounded_bucket_no_undersized_reuse: a block is never reused for a larger
+/// request.
 #[test]
 fn a_block_is_never_smaller_than_requested() {
     let context = TestContext::new(PinnedSettings { max_round_threshold_bytes: Some(0), ..default() });
@@ -596,7 +596,7 @@ fn pinning_uses_an_existing_context() {
     context.host.trim(0).unwrap();
     assert_eq!(active(), [false, false, true], "the existing one is used");
     assert_eq!(context.stats().pinned_bytes_by_device, [0, 0, 2 * MIB], "and its device is charged");
-    // Also for a device without a context.
+    // The same holds for a request for a device without a context.
     let other = context.host.allocate_for(3 * MIB, &context.instance.device(0).unwrap()).unwrap();
     assert_eq!(active(), [false, false, true]);
     drop((block, other));

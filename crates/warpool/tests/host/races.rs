@@ -108,7 +108,7 @@ fn the_last_handle_may_be_dropped_while_a_segment_is_unpinned() {
     assert_eq!(Arc::strong_count(&hooked), 1, "no reference to the driver is left");
 }
 
-/// Once unpinned, the address may be another thread's: its free comes first in the history.
+/// Once unpinned, the address may belong to another thread: the free comes first in the history.
 #[test]
 fn the_history_has_a_segments_free_before_the_address_is_reused() {
     let context = TestContext::new(PinnedSettings::default());

@@ -74,7 +74,7 @@ impl TestContext {
         self.host.check();
     }
 
-    /// Blocks that are allocated or pending.
+    /// The number of blocks that are allocated or pending free.
     fn active(&self) -> u64 {
         self.host.stats().active_requests.current
     }
@@ -256,8 +256,8 @@ fn trim_leaves_only_the_blocks_of_a_paused_stream() {
     context.finish();
 }
 
-/// A use may be recorded before its work is queued, and repeatedly: the block waits for what is in the stream when it
-/// is freed.
+/// A use may be recorded before its work is enqueued, and repeatedly: the block waits for the work that is in the
+/// stream when it is freed.
 #[test]
 fn work_queued_after_the_use_was_recorded_delays_the_block() {
     let context = TestContext::new();

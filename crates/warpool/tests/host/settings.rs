@@ -34,7 +34,7 @@ fn blocks_above_the_limit_are_not_kept() {
     assert_eq!(context.pinned_bytes(), 8 * MIB + 4 * KIB);
     context.free(large);
     assert_eq!((context.pinned_bytes(), context.stats().num_host_free), (4 * MIB, 1));
-    // A dropped block is unpinned by the next call that may call the driver; a used one when the stream has passed.
+    // A dropped block is unpinned by the next call that may call the driver; a used one when its fence has passed.
     let stream = context.stream();
     let [dropped, used] = [context.alloc(5 * MIB), context.alloc(6 * MIB)];
     context.pause_stream(&stream);
@@ -90,7 +90,7 @@ fn the_reserve_follows_the_settings_and_is_pinned_once() {
     drop(context.alloc(20 * MIB));
     assert_eq!(context.pinned_bytes(), 38 * MIB);
     context.finish();
-    // A reserve that cannot be pinned is a warning, and the request is served.
+    // A reserved segment that cannot be pinned is only a warning, and the request is served.
     let context = TestContext::new("");
     context.pinned.set_settings(PinnedSettings { reserve_segment_bytes: u64::MAX, ..PinnedSettings::default() });
     drop(context.alloc(KIB));

@@ -36,7 +36,7 @@ fn threads_with_random_sizes_seldom_wait_for_each_other() {
     let (waits, calls) = (context.pinned.heap_lock_waits(), THREADS * CALLS);
     // How often threads meet depends on the cores: on 16, they waited in a fifth of the calls.
     assert!(waits <= calls / 2, "{waits} waits in {calls} calls");
-    // Of 15 other threads; 102,000 were seen on 2 cores.
+    // There are 15 other threads; 102,000 searches were seen on 2 cores.
     let what = "caches and shards of other threads were searched, and blocks merged,";
     assert!(searched <= 10 * calls, "{searched} {what} in {calls} calls");
     context.finish();
@@ -67,7 +67,8 @@ fn a_block_is_taken_from_another_threads_cache_and_the_others_stay() {
     context.finish();
 }
 
-/// Before anything is pinned, a request is served from what any thread has freed or left, whole segments and parts.
+/// Before anything is pinned, a request is served from memory that any thread has freed or not used, in whole segments
+/// and parts.
 #[test]
 fn memory_that_one_thread_freed_serves_another() {
     let context = TestContext::new("");

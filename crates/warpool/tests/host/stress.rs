@@ -2,8 +2,8 @@
 //! owners.
 //!
 //! Threads end all the time while their blocks are alive, and other threads free those. A set of live ranges finds
-//! overlaps; some blocks also get a stamp at both ends, or are copied from by a stream. (Only some: contents go through
-//! the simulated device, which has one lock.) The interleaving is the system's, so runs differ.
+//! overlaps; some blocks also get a tag at both ends, or are copied from by a stream. (Only some: contents go through
+//! the simulated device, which has one lock.) The operating system decides the interleaving, so runs differ.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
@@ -23,7 +23,7 @@ const ALLOCATIONS: u64 = 1_000_000;
 const GENERATIONS: u64 = 10;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
-/// One block in so many is stamped, one in so many is used by a stream.
+/// One block in `STAMPED` gets a tag, one in `USED` is used by a stream.
 const STAMPED: u64 = 128;
 const USED: u64 = 4096;
 
@@ -57,7 +57,7 @@ impl LiveRanges {
         });
     }
 
-    /// To be called before the block is freed.
+    /// Called before the block is freed.
     fn remove(&self, range: (u64, u64)) {
         self.with(range, |live| {
             let at = live.iter().position(|other| *other == range).expect("it was inserted");
@@ -70,7 +70,7 @@ impl LiveRanges {
     }
 }
 
-/// An allocated block, with its stamp if it has one.
+/// An allocated block, with its tag if it has one.
 struct StampedBlock {
     block: HostBlock,
     stamp: Option<u64>,
@@ -82,7 +82,7 @@ impl StampedBlock {
         (start, start + self.block.bytes_usable())
     }
 
-    /// The offsets of its stamps.
+    /// The offsets of its tags.
     fn ends(&self) -> [u64; 2] {
         [0, self.block.bytes() - 8]
     }
@@ -237,7 +237,7 @@ fn sixteen_threads_a_million_allocations_each() {
     context.finish();
 }
 
-/// A thread that a cap refuses frees its blocks and continues.
+/// A thread whose request a cap refuses frees its blocks and continues.
 #[test]
 fn threads_at_the_cap_neither_hang_nor_exceed_it() {
     const CAP: u64 = 16 * MIB;
@@ -331,7 +331,7 @@ fn after_warm_up_a_million_pairs_from_sixteen_threads_make_no_driver_call() {
 /// Large enough to be mapped by itself, so that its address is likely to be reused next.
 const REUSED: u64 = 40 * MIB;
 
-/// Allocates right after the driver unpinned a segment, as another thread may.
+/// Allocates right after the driver has unpinned a segment, as another thread may.
 #[derive(Default)]
 struct AllocateAfterUnpin {
     host: Mutex<Option<HostAllocator>>,

@@ -1,4 +1,4 @@
-//! Events and their pools. Where a test has a counterpart in PyTorch, its name is given.
+//! Events and their pools. If a test has a counterpart in PyTorch, its name is given.
 
 use std::sync::Arc;
 use std::thread;

@@ -1,7 +1,8 @@
 //! Guards compared with a naive model: random programs of guards, dropped in any order, with plain settings in between.
 //!
 //! The model keeps one layer per guard with the settings that the guard made; the current value is that of the topmost
-//! layer with the setting. The implementation keeps only what to restore, so the two would fail in different ways.
+//! layer with the setting. The implementation stores only the values to restore, so the two would fail in different
+//! ways.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -72,7 +73,7 @@ fn program(seed: u64, instance: &Instance, streams: &[Vec<Stream>]) {
             4 => {
                 let (other, other_place) = (rng.below(DEVICES as usize), rng.below(STREAMS));
                 guards.push((step, Box::new(MultiStreamGuard::enter([stream, &streams[other][other_place]]))));
-                // Of two streams of one device the later one is current, as in this list.
+                // If two streams are of one device the later one is current, as in this list.
                 model.layers.push((step, [(of(device), place), (of(other), other_place)].into_iter().collect()));
             }
             _ if guards.is_empty() => {}

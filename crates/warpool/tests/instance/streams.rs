@@ -1,4 +1,4 @@
-//! Streams, guards and leases. Where a test has a counterpart in PyTorch, its name is given.
+//! Streams, guards and leases. If a test has a counterpart in PyTorch, its name is given.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};

@@ -23,7 +23,7 @@ fn a_fetch_sets_only_what_has_changed() {
     let stream_and_workspace = [LibraryCall::SetStream(one.id()), LibraryCall::SetWorkspace { ptr, bytes }];
     assert_eq!(fixture.calls_since(id, 1), stream_and_workspace);
 
-    // The same again: no call.
+    // The same fetch again makes no call.
     fixture.counting.reset();
     for _ in 0..10 {
         assert_eq!(fixture.blas.handle_on(&one).unwrap().workspace(), (ptr, bytes));
@@ -40,7 +40,7 @@ fn a_fetch_sets_only_what_has_changed() {
     assert_eq!(fixture.blas.handle_on(&one).unwrap().workspace(), (ptr, bytes));
     assert_eq!(fixture.calls_since(id, 5), stream_and_workspace);
 
-    // One setting at a time.
+    // Change one setting at a time.
     fixture.blas.set_tf32(true);
     fixture.blas.handle_on(&one).unwrap();
     assert_eq!(fixture.calls_since(id, 7), [LibraryCall::SetMath(BlasMath::Tf32)]);
@@ -109,7 +109,8 @@ fn one_handle_alternates_between_two_streams() {
     fixture.finish();
 }
 
-/// Mirrors test_cublas_multiple_threads_same_device: each thread its own handle and workspace, and the right results.
+/// Mirrors test_cublas_multiple_threads_same_device: each thread has its own handle and workspace, and gets the right
+/// results.
 #[test]
 fn threads_have_their_own_handles_and_workspaces() {
     let fixture = BlasFixture::new();
@@ -276,7 +277,7 @@ fn a_failed_setting_is_repeated_at_the_next_fetch() {
         faulty.set_plan(FaultPlan::new().fail_nth(call, 1, ErrorCode::NotPermitted));
         assert_eq!(blas.handle_on(&two).unwrap_err().driver().unwrap().call, call.name());
         let (ptr, bytes) = blas.handle_on(&two).unwrap().workspace();
-        // Each once in all: what was set before the failure is not set again.
+        // Each setting is made once in total: settings made before the failure are not repeated.
         let everything = [
             LibraryCall::SetStream(two.id()),
             LibraryCall::SetWorkspace { ptr, bytes },

@@ -39,7 +39,7 @@ fn a_capture_has_its_own_workspace_from_the_graphs_pool() {
         before.sgemm(&matrices.product)?;
         assert_eq!(before.workspace(), inside.workspace());
         assert_eq!(fixture.blas.lt_on(&stream)?.workspace(), (inside.workspace().0, MIB));
-        // A stream that does not capture has its own.
+        // A stream that is not capturing has its own workspace.
         assert_ne!(fixture.blas.handle_on(&other)?.workspace().0, inside.workspace().0);
         Ok(inside)
     };
@@ -48,7 +48,7 @@ fn a_capture_has_its_own_workspace_from_the_graphs_pool() {
     assert_eq!(live_in(&fixture, graph.pool().unwrap().id()), [captured]);
     assert_eq!(fixture.workspaces().current, 3 * HOPPER);
 
-    // No handle uses the graph's any more.
+    // No handle uses the graph's workspace any more.
     let calls = fixture.sim.library_calls(before.id()).len();
     assert_eq!(fixture.blas.handle_on(&stream).unwrap().workspace(), eager);
     let calls_since = [LibraryCall::SetStream(stream.id()), LibraryCall::SetWorkspace { ptr: eager.0, bytes: eager.1 }];

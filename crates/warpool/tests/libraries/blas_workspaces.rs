@@ -75,7 +75,7 @@ fn a_larger_size_applies_at_the_next_fetch_and_a_smaller_one_keeps_the_block() {
     assert_eq!(fixture.calls_since(first.id(), 3), [LibraryCall::SetWorkspace { ptr, bytes: MIB }]);
 
     fixture.blas.set_workspace_bytes(Some(2 * HOPPER));
-    // Not before the next fetch, and then in addition to the old one as long as that has users.
+    // It is allocated at the next fetch, in addition to the old one as long as that has users.
     assert_eq!(fixture.workspaces().allocated, HOPPER);
     let larger = fixture.blas.handle_on(&stream).unwrap();
     assert_eq!(larger.workspace().1, 2 * HOPPER);
@@ -213,7 +213,7 @@ fn trim_frees_unused_workspaces() {
     }
 }
 
-/// A request that does not fit otherwise gets the memory of idle workspaces.
+/// A request that would not fit gets the memory of idle workspaces.
 #[test]
 fn idle_workspaces_are_freed_when_memory_runs_out() {
     let mut config = SimConfig::default().with_capacity(100 * MIB);
@@ -271,7 +271,7 @@ fn a_closed_blas_returns_no_handle_on_any_thread() {
     assert_eq!(fixture.blas.handle_on(&stream).unwrap_err(), error);
     assert_eq!(fixture.blas.lt_on(&stream).unwrap_err(), Error::HandlePoolClosed { library: "cuBLASLt" });
     assert_eq!(fixture.workspaces().current, 0);
-    // That of the other thread, which is leaked.
+    // Only the handle of the other thread is left, which is leaked.
     assert_eq!(fixture.sim.object_counts().handles, 1);
 }
 

@@ -1,4 +1,4 @@
-//! Random numbers in graphs: a replay draws what the same work would have drawn without the graph. Failures of single
+//! Random numbers in graphs: a replay draws the same numbers as the same work without the graph. Failures of single
 //! steps are tested in `src/generator/tests.rs`.
 
 use std::sync::Arc;
@@ -107,7 +107,7 @@ fn replays_start_where_the_generator_is() {
     let (graph, key) = filling(&context, &generator, 100, &stream);
     let ptr = graph.buffer(key).unwrap().ptr();
     assert_eq!(generator.offset().unwrap(), 0);
-    // What is done before a replay, and where its numbers start.
+    // The action before a replay, and the position where its numbers start.
     type Step<'a> = (&'a dyn Fn() -> Result<()>, u64, u64);
     let steps: [Step<'_>; 5] = [
         (&|| Ok(()), SEED, 0),

@@ -89,7 +89,7 @@ fn each_thread_has_its_own_handle_per_device() {
     let ours = fetch();
     assert_eq!(fetch(), ours);
     assert_ne!(ours[0], ours[1]);
-    // While this thread has its handle, another thread gets another.
+    // While this thread owns its handle, another thread gets another one.
     let theirs = on_a_thread(fetch);
     assert!(theirs.iter().all(|number| !ours.contains(number)));
     assert_eq!(fetch(), ours);
@@ -255,7 +255,7 @@ fn no_lock_is_held_while_a_handle_is_created() {
     thread::scope(|scope| {
         let other = scope.spawn(|| pool.current(&device).unwrap().number);
         has_begun.recv().unwrap();
-        // Its handle is being created: each of these would wait if a lock were held.
+        // The other thread's handle is being created: each of these calls would wait if a lock were held.
         assert_eq!(pool.current(&device).unwrap().number, ours);
         assert_eq!((pool.alive(&device), pool.idle(&device), pool.trim(&device)), (1, 0, Ok(0)));
         say_go.send(()).unwrap();

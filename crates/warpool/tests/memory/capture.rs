@@ -47,7 +47,7 @@ fn a_capture_allocates_from_its_pool() {
     }
 }
 
-/// A foreign stream that is adopted while it captures: the driver refuses to describe it then.
+/// A foreign stream that is adopted while it is capturing: the driver refuses to describe it then.
 #[test]
 fn a_stream_that_is_adopted_in_a_capture_gets_memory() {
     for (settings, forks) in
@@ -156,7 +156,7 @@ fn joined_uses_are_reused_in_the_capture() {
         assert_eq!(next.ptr == block.ptr, reuse && joined, "reuse {reuse}, joined {joined}");
         context.fill(next, 3, &stream);
         stream.wait_stream(&side).unwrap();
-        // Joined in any case.
+        // Everything is joined now.
         let last = context.alloc_on(&stream, 4 * MIB);
         assert_eq!(last.ptr == block.ptr, reuse && !joined, "reuse {reuse}, joined {joined}");
         context.fill(last, 4, &stream);
@@ -266,7 +266,7 @@ fn out_of_memory_in_a_capture_keeps_the_cache() {
     let stats = context.stats();
     assert_eq!((stats.num_ooms, stats.num_alloc_retries, stats.num_sync_all_streams), (1, 0, 0));
     assert_eq!(context.bytes_reserved(), 600 * MIB);
-    // The capture can go on.
+    // The capture can continue.
     let small = context.alloc_on(&stream, 100 * MIB);
     context.fill(small, 1, &stream);
     let exec = end(&context, &stream, pool);
@@ -275,7 +275,7 @@ fn out_of_memory_in_a_capture_keeps_the_cache() {
     context.finish();
 }
 
-/// While the current stream of the calling thread captures, trim releases only memory of released pools.
+/// While the current stream of the calling thread is capturing, trim releases only memory of released pools.
 #[test]
 fn trim_on_a_capturing_stream_spares_the_default_pool() {
     let context = TestContext::new("");

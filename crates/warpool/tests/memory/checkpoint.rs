@@ -179,7 +179,7 @@ fn another_thread_can_restore() {
     context.finish();
 }
 
-/// They count every block as freed and allocated.
+/// The statistics count every block as freed and allocated.
 #[test]
 fn statistics_follow_a_restore() {
     let context = TestContext::new("");
@@ -227,7 +227,7 @@ fn a_checkpoint_needs_a_pool_in_use_without_pending_frees() {
     context.finish();
 }
 
-/// Streams that had used a block before the checkpoint are waited for when the restored one is freed.
+/// A restored block waits, after its free, for streams that had used the block before the checkpoint.
 #[test]
 fn recorded_uses_are_restored() {
     let context = TestContext::new("");
@@ -246,7 +246,8 @@ fn recorded_uses_are_restored() {
     context.finish();
 }
 
-/// Issue 12: a restore forgot which streams use what it frees, and the memory was given out while they did.
+/// Issue 12: a restore forgot which streams use the blocks that it frees, and the memory was allocated again while they
+/// did.
 #[test]
 fn what_a_restore_frees_waits_for_the_streams_that_use_it() {
     let context = TestContext::new("");
@@ -269,7 +270,7 @@ fn what_a_restore_frees_waits_for_the_streams_that_use_it() {
 
 #[test]
 fn a_restored_block_waits_for_the_streams_that_used_its_memory_since() {
-    // The same block; a larger one around it; two beside each other; one that begins before it.
+    // The same block; a larger one around it; two adjacent ones; one that begins before it.
     for (before, since) in [(vec![4], vec![4]), (vec![4], vec![8]), (vec![8], vec![4, 4]), (vec![2, 4], vec![5])] {
         let context = TestContext::new("");
         let (pool, side) = (pool(&context), context.side_stream());
@@ -305,7 +306,7 @@ fn a_restored_block_waits_for_the_streams_that_used_its_memory_since() {
     }
 }
 
-/// Uses in a capture count as uses too, as long as the capture is under way.
+/// Uses in a capture count as uses too, as long as the capture is active.
 #[test]
 fn what_a_capture_uses_is_not_reused_after_a_restore_in_it() {
     let context = TestContext::new("");
@@ -328,7 +329,7 @@ fn what_a_capture_uses_is_not_reused_after_a_restore_in_it() {
     context.finish();
 }
 
-/// Issue 12: a block from before a restore, dropped after it, freed the restored one, which was then given out twice.
+/// Issue 12: a block from before a restore, dropped after it, freed the restored one, which was then allocated twice.
 #[test]
 fn a_stale_block_frees_nothing() {
     let context = TestContext::new("");
@@ -341,8 +342,8 @@ fn a_stale_block_frees_nothing() {
     drop(stale);
     assert_eq!(context.allocator.find(ptr), Ok(restored), "it is still allocated");
     assert_ne!(context.alloc_in(pool.id(), 4 * MIB).ptr, ptr);
-    // Nor does it free what another owner got there.
-    // SAFETY: no typed memory is made of it. It is freed below, and the drop finds nothing.
+    // Nor does it free an allocation of another owner there.
+    // SAFETY: no typed memory is built on it. It is freed below, and the drop finds nothing.
     let stale = unsafe { DeviceBlock::from_raw(context.any(), restored) };
     context.free(restored);
     let next = context.alloc_in(pool.id(), 4 * MIB);
@@ -368,7 +369,7 @@ fn a_checkpoint_of_another_allocator_is_refused() {
     context.finish();
 }
 
-/// A checkpoint looks at its own pool, whatever else there is.
+/// A checkpoint examines only its own pool, whatever else there is.
 #[test]
 fn a_checkpoint_takes_as_long_as_its_pool_is_large() {
     let mut steps = Vec::new();

@@ -88,10 +88,10 @@ fn rounding_to_divisions_follows_the_settings() {
     assert_eq!((takes(SMALLER), takes(LARGER)), (96 * MIB, 448 * MIB));
     context.set("roundup_power2_divisions:[64:8,128:2,256:4,512:2,1024:1,>:1]");
     assert_eq!((takes(SMALLER), takes(LARGER)), (88 * MIB, 448 * MIB));
-    // Listed buckets only; those between keep none.
+    // Only listed buckets have divisions; those between have none.
     context.set("roundup_power2_divisions:[64:1,512:2]");
     assert_eq!((takes(SMALLER), takes(LARGER)), (84 * MIB, 400 * MIB));
-    // The first boundary fills what is below, and `>` what is above the last.
+    // The first boundary also covers the sizes below it, and `>` the sizes above the last.
     context.set("roundup_power2_divisions:[128:2,>:4]");
     assert_eq!((takes(SMALLER), takes(LARGER)), (96 * MIB, 448 * MIB));
     // Every further string starts without divisions.
@@ -199,10 +199,10 @@ fn a_double_free_leaves_the_next_owner_alone() {
     context.finish();
 }
 
-/// Of a block that is a whole segment, of a part of one, and of one that is freed and allocated again at once.
+/// For a block that is a whole segment, for a part of one, and for one that is freed and allocated again at once.
 #[test]
 fn a_second_free_is_refused_though_the_block_is_the_same() {
-    // A driver that is not told of blocks lets one be freed and allocated again without any step.
+    // With a driver that does not track blocks, a block is freed and allocated again without any step.
     for track_suballocations in [true, false] {
         let context = TestContext::with_config(SimConfig { track_suballocations, ..SimConfig::default() }, "");
         for bytes in [MIB, 20 * MIB] {
@@ -272,8 +272,8 @@ fn the_smallest_fitting_block_is_taken() {
     context.finish();
 }
 
-/// TestMemPool.test_nccl_mem_alloc_addresses_in_random_order: of blocks of one size that of the oldest segment is
-/// taken, not that of the lowest address, so the same requests get the same memory again.
+/// TestMemPool.test_nccl_mem_alloc_addresses_in_random_order: among blocks of one size the one in the oldest segment is
+/// taken, not the one at the lowest address, so the same requests get the same memory again.
 #[test]
 fn equal_blocks_are_taken_by_registration_of_their_segment() {
     const PLACES: [u64; 4] = [0x7_4000_0000, 0x7_1000_0000, 0x7_3000_0000, 0x7_2000_0000];

@@ -1,4 +1,4 @@
-//! Caching switched off beside captures, and frees of such memory that fail.
+//! Caching switched off during captures, and frees of uncached memory that fail.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ fn free(context: &TestContext, block: warpool::memory::DeviceBlock, way: &str) {
     }
 }
 
-/// Memory that a capture allocates, uses and frees, and memory from before that it uses and frees: both stay for the
+/// Memory that a capture allocates, uses and frees, and earlier memory that it uses and frees: both stay for the
 /// replays, until the graph is gone.
 #[test]
 fn memory_freed_in_a_capture_stays_for_the_replays() {
@@ -53,7 +53,7 @@ fn memory_freed_in_a_capture_stays_for_the_replays() {
                     Ok(())
                 })
                 .unwrap_or_else(|error| panic!("{mode:?}, {way}: {error}"));
-            // Uncached requests beside it must not free it.
+            // Uncached requests at the same time must not free it.
             drop(any.allocate(MIB, &context.main).unwrap());
             any.trim(FIRST, MemPoolId::DEFAULT).unwrap();
             graph.replay(&lease).unwrap();
@@ -67,7 +67,7 @@ fn memory_freed_in_a_capture_stays_for_the_replays() {
     }
 }
 
-/// A capture that no graph of ours owns and that has no pool: nobody knows when its graph is gone.
+/// A capture that no graph of Warpool owns and that has no pool: it is unknown when its graph is gone.
 #[test]
 fn without_a_pool_memory_freed_in_a_capture_stays_until_a_trim() {
     let context = TestContext::new("");
@@ -167,7 +167,7 @@ fn memory_that_another_device_uses_is_freed_after_that() {
         context.sim.copy(target.ptr().into(), block.ptr().into(), MIB, peer.id()).unwrap();
         block.record_use(&peer).unwrap();
         free(&context, block, way);
-        // Returns it, if it was only left to be freed.
+        // Returns it to the driver, if the free was left to a later call.
         context.any().trim(owner, MemPoolId::DEFAULT).unwrap();
         context.resume_stream(&peer);
         drop(target);

@@ -7,7 +7,7 @@ use warpool::memory::{Action, Allocation, BlockState, DeviceAllocator, HistoryOp
 
 const ON: &str = "expandable_segments:True";
 
-/// Whether one block lies right behind another.
+/// Whether one block lies right after another.
 fn follows(next: Allocation, before: Allocation) -> bool {
     next.ptr.0 == before.ptr.0 + before.bytes
 }
@@ -79,7 +79,7 @@ fn statistics_and_history_of_growth() {
     context.finish();
 }
 
-/// Only whole chunks inside a free block are unmapped; the rest stays free around what is in use.
+/// Only whole chunks inside a free block are unmapped; the rest stays free next to blocks in use.
 #[test]
 fn trim_unmaps_whole_chunks_of_segments_in_use() {
     let context = TestContext::new(ON);
@@ -92,7 +92,7 @@ fn trim_unmaps_whole_chunks_of_segments_in_use() {
     assert_eq!(blocks, [(10, BlockState::Inactive), (10, BlockState::ActiveAllocated)]);
     assert_eq!((segments.len(), segments[0].address), (1, a.ptr.0 + 20 * MIB));
     context.assert_holds(b, 6);
-    // The hole is filled first, together with the free block behind it.
+    // The hole is filled first, together with the free block after it.
     let again = context.alloc(30 * MIB);
     assert_eq!((again.ptr, context.bytes_reserved()), (a.ptr, 40 * MIB));
     context.assert_holds(b, 6);
@@ -116,7 +116,7 @@ fn a_snapshot_lists_each_mapped_range() {
     context.finish();
 }
 
-/// A free block before unmapped addresses counts with these, so another one is taken first.
+/// The size of a free block includes unmapped addresses after it, so another block is taken first.
 #[test]
 fn blocks_that_can_grow_are_used_last() {
     let context = TestContext::new(ON);
@@ -174,7 +174,7 @@ fn stream_classes_have_their_own_reserve() {
     context.finish();
 }
 
-/// Off, expandable segments serve no requests; on again, they do.
+/// Expandable segments serve no requests while the setting is off, and serve them again when it is on.
 #[test]
 fn expandable_segments_can_be_switched_at_any_time() {
     let context = TestContext::new(ON);

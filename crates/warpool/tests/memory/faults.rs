@@ -1,8 +1,8 @@
 //! Every driver call of a long scenario fails once, and pairs of them: the allocator stays consistent, leaks nothing
 //! and works afterwards.
 //!
-//! The scenario goes on after an error and skips what it could not allocate. It fails on a broken invariant, on a leak,
-//! and on an error without an injected fault.
+//! The scenario continues after an error and skips blocks that it could not allocate. It fails on a broken invariant,
+//! on a leak, and on an error without an injected fault.
 
 use std::sync::Arc;
 
@@ -226,7 +226,7 @@ impl FaultContext {
             self.allocator.end_routing(ZERO, pool)?;
             outcome
         })();
-        // The capture has to end in any case.
+        // The capture has to end, whatever happened.
         let ended = until_no_fault(|| self.faulty.capture_end(self.main.id()));
         self.allocator.capture_ended(ZERO)?;
         let graph = ended?;
@@ -337,7 +337,7 @@ impl FaultContext {
     }
 }
 
-/// Repeats a call that must not be left out until no fault is injected.
+/// Repeats a required call until no fault is injected.
 fn until_no_fault<T, E: Into<Error>>(mut call: impl FnMut() -> std::result::Result<T, E>) -> Result<T> {
     loop {
         match call().map_err(Into::into) {
@@ -429,8 +429,8 @@ fn a_request_in_a_capture_is_routed_or_fails() {
     );
 }
 
-/// Found by two faults in a row: a growth failed, and so did unmapping what it had mapped; the segment could never be
-/// released.
+/// Found by two faults in a row: mapping memory failed, and so did undoing the partial mapping; the segment could never
+/// be released.
 #[test]
 fn a_mapping_that_could_not_be_undone_is_retried() {
     let context = FaultContext::new("expandable_segments:True");
@@ -447,7 +447,7 @@ fn a_mapping_that_could_not_be_undone_is_retried() {
 }
 
 /// Found by `warpool soak`: the same, and then a request that needs all memory, while expandable segments are off. It
-/// failed with an error of the driver, which cannot release addresses where something is mapped.
+/// failed with an error of the driver, which cannot release addresses in which something is mapped.
 #[test]
 fn memory_is_released_beside_a_mapping_that_could_not_be_undone() {
     for unmap_fails in [1, 3] {

@@ -1,4 +1,5 @@
-//! Costs that do not grow with what merely exists: driver calls and steps are counted, at a size and at ten times it.
+//! Costs that do not grow with the number of existing objects: driver calls and steps are counted at one size and at
+//! ten times that size.
 
 use std::sync::Arc;
 use std::thread::ThreadId;
@@ -8,7 +9,7 @@ use warpool::Stream;
 use warpool::driver::{Copies as _, Pattern, StreamId, StreamOptions, Streams as _};
 use warpool::memory::{DeviceAllocator, MemPool, PoolOptions, Request, Route};
 
-/// As many streams, none of them shared.
+/// `count` streams, none of them shared.
 fn streams(context: &TestContext, count: usize) -> Vec<StreamId> {
     let options = StreamOptions { non_blocking: true, priority: 0 };
     (0..count).map(|_| context.sim.stream_create(FIRST, options).unwrap()).collect()
@@ -23,7 +24,7 @@ fn calls_of_pair(context: &TestContext, stream: &Stream, bytes: u64) -> u64 {
     context.sim.calls_made() - before
 }
 
-/// Frees a block of the default stream on each of `streams`, which hold work.
+/// For each of `streams`, which hold work, frees a block of the default stream that the stream used.
 fn free_on_all(context: &TestContext, streams: &[StreamId]) {
     for &stream in streams {
         context.sim.pause_stream(stream).unwrap();
@@ -154,7 +155,7 @@ fn a_pair_beside_many_scopes() {
     assert!(calls[0] < 10, "{calls:?}");
 }
 
-/// A private pool leaves nothing behind: statistics do not grow with pools that are gone.
+/// A removed private pool leaves no state: statistics do not grow with pools that are gone.
 #[test]
 fn statistics_do_not_grow_with_pools() {
     let context = TestContext::new("");
@@ -178,7 +179,7 @@ fn statistics_do_not_grow_with_pools() {
     context.finish();
 }
 
-/// Streams with blocks of their own are in order of their ids; a new one has its place among them.
+/// Streams with blocks are ordered by id; a new one is inserted among them.
 #[test]
 fn a_first_allocation_beside_many_streams() {
     let costs = [300, 3000].map(|count| {

@@ -41,8 +41,8 @@ impl Subject {
     }
 }
 
-/// Runs `check` with a device that is full but for a free block of 40 MiB in a pool, as a request of the default pool
-/// gets that block. It is passed what the pool was before and the block.
+/// Runs `check` on a device that is full except for a free block of 40 MiB in a pool, so that a request of the default
+/// pool gets that block. `check` gets the earlier checkpoint of the pool and the block.
 fn check(check: impl Fn(&Subject, &MemPool, &Stream, PoolCheckpoint, DeviceBlock)) {
     for (is_paged, no_split) in [(false, false), (false, true), (true, true)] {
         let mut config = SimConfig::default().with_capacity(200 * MIB);
@@ -101,7 +101,7 @@ fn a_restore_does_not_free_them() {
     });
 }
 
-/// A block that the pool had there cannot be restored under it.
+/// A block that the pool had at that address cannot be restored meanwhile.
 #[test]
 fn a_restore_of_the_same_memory_is_refused_until_they_are_freed() {
     check(|subject, _, _, full, lent| {

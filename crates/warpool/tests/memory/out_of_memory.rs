@@ -36,7 +36,7 @@ fn cached_memory_is_released_before_a_request_fails() {
         let half = 10 * GIB / 100 * 51;
         let first = context.alloc(half);
         context.free(first);
-        // Cached memory of one stream does not serve another: it is released.
+        // Cached memory of one stream does not serve another stream: it is released.
         let second = context.alloc_on(&side, half);
         let stats = context.stats();
         assert_eq!((stats.num_alloc_retries, stats.num_ooms, stats.num_sync_all_streams), (1, 0, 1));
@@ -109,11 +109,11 @@ fn the_fraction_can_be_an_initial_setting() {
     context.finish();
 }
 
-/// A cap in bytes beside the fraction.
+/// A cap in bytes in addition to the fraction.
 #[test]
 fn the_lower_limit_counts() {
     let context = TestContext::with_capacity(10 * GIB, "memory_cap_mb:1024");
-    // The text is right for both: neither can be told from the other by the number of bytes.
+    // The text is right for both: the number of bytes does not tell which limit applies.
     let remedy = "allowed; raise the lower of the memory fraction and memory_cap_mb (without a limit: fraction 1.0 \
                   and no cap).";
     let refused = |bytes, limit, limit_text| {
@@ -204,7 +204,7 @@ fn the_report_says_where_the_memory_is() {
     context.finish();
 }
 
-/// They are called after the search; what they free serves the request.
+/// They are called after the search; memory that they free serves the request.
 #[test]
 fn pressure_callbacks_are_called_before_the_driver() {
     let context = TestContext::new("");
@@ -257,7 +257,7 @@ fn use_on_oom_pools_serve_before_the_cache_is_released() {
     context.finish();
 }
 
-/// A smaller request takes no oversize block, an oversize one none that is much larger.
+/// A smaller request gets no oversize block, and an oversize request gets none that is much larger.
 #[test]
 fn oversize_blocks_are_kept_for_oversize_requests() {
     let context = TestContext::new("max_split_size_mb:100");
@@ -322,7 +322,7 @@ fn too_few_oversize_segments_lead_to_the_next_retry() {
     context.finish();
 }
 
-/// Of the large default pool, segments at least as old as the average.
+/// Segments of the large default pool that are at least as old as the average are released.
 #[test]
 fn old_segments_are_released_above_the_threshold() {
     let context =

@@ -115,7 +115,7 @@ fn within_a_minute(test: impl FnOnce() + Send + 'static) {
     running.join().unwrap_or_else(|panic| resume_unwind(panic));
 }
 
-/// What an upstream does.
+/// The behaviour of an upstream.
 type Behaviour = Box<dyn Fn(u64) -> Result<Option<DevicePtr>> + Send + Sync>;
 
 struct FnUpstream(Behaviour, Arc<SimDriver>);
@@ -139,7 +139,7 @@ fn upstream_pool(
     MemPool::new(&context.any(), &context.device(), options).unwrap()
 }
 
-/// Issue 12: the second request of the device that was not cached waited for itself.
+/// Issue 12: the second uncached request of the device waited for itself.
 #[test]
 fn after_a_panic_of_an_upstream_other_requests_go_on() {
     within_a_minute(|| {
@@ -164,8 +164,8 @@ fn after_a_panic_of_an_upstream_other_requests_go_on() {
     });
 }
 
-/// An upstream may wait for another thread that needs memory from the driver, and may use the allocator itself. What it
-/// is asked for counts against the limit meanwhile.
+/// An upstream may wait for another thread that needs memory from the driver, and may use the allocator itself. Its
+/// requested bytes count against the limit meanwhile.
 #[test]
 fn an_upstream_is_called_without_a_lock() {
     within_a_minute(|| {
@@ -192,7 +192,7 @@ fn an_upstream_is_called_without_a_lock() {
     });
 }
 
-/// All other trackers see every entry, also those of a batch that one of them panics at.
+/// All other trackers see every entry, including those of a batch in which one tracker panics.
 #[test]
 fn a_panic_of_one_tracker_hides_nothing_from_the_others() {
     let context = TestContext::new("");

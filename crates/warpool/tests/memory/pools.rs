@@ -409,7 +409,7 @@ fn has_exactly_compares_allocated_addresses() {
     context.finish();
 }
 
-/// Routes by stream, and for everything of a device.
+/// Routes by stream, and for all requests of a device.
 #[test]
 fn requests_can_be_routed_by_stream() {
     let context = TestContext::new("");

@@ -1,5 +1,5 @@
 //! A block that is freed and allocated again at once. Two allocators run the same random program: in one, every step is
-//! followed by a read of the statistics, which carries out each free; in the other, most are not. Addresses and
+//! followed by a read of the statistics, which carries out each free; in the other, only a few steps are. Addresses and
 //! statistics are the same.
 
 use crate::common::memory::{FIRST, GIB, KIB, MIB, TestContext};
@@ -68,7 +68,7 @@ fn compare(settings: &str, seed: u64) {
                 }
             };
             match draw {
-                // The same again and again, and the last one is kept or not.
+                // The same request repeatedly; the last block is kept or freed.
                 0..6 => {
                     for _ in 0..pairs {
                         let allocation = side.allocate(bytes, stream, private);
@@ -121,7 +121,7 @@ fn segments(context: &TestContext) -> Vec<SegmentInfo> {
     segments
 }
 
-/// What was freed is not there any more, and cannot be freed twice; nor can an earlier allocation of the same block.
+/// A freed block is not found any more, and cannot be freed twice; nor can an earlier allocation of the same block.
 #[test]
 fn a_freed_block_is_gone_though_the_next_request_gets_it() {
     let context = TestContext::new("");
@@ -145,7 +145,7 @@ fn a_freed_block_is_gone_though_the_next_request_gets_it() {
     context.allocator.free_raw(last.ptr).unwrap();
     assert!(!context.allocator.free_cached(FIRST, last.ptr), "twice, by its address");
     assert!(matches!(context.allocator.free_raw(last.ptr), Err(Error::UnknownPointer { .. })));
-    // Another size gets the place of what was freed.
+    // A request of another size gets the memory of the freed block.
     let larger = context.alloc(64 * KIB);
     assert_eq!(larger.ptr, last.ptr);
     let stats = context.stats();
@@ -154,7 +154,7 @@ fn a_freed_block_is_gone_though_the_next_request_gets_it() {
     context.finish();
 }
 
-/// A stream that used the block, between its allocation and its free, is waited for.
+/// The block waits for a stream that used it between its allocation and its free.
 #[test]
 fn a_use_on_another_stream_defers_the_reuse() {
     let context = TestContext::new("");

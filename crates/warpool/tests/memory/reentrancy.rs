@@ -86,7 +86,7 @@ fn a_pool_released_during_a_failing_request_is_removed() {
     context.finish();
 }
 
-/// A request without a pool does not fail because another thread closed the scope meanwhile. The hook stands for that
+/// A request without a pool does not fail because another thread closed the scope meanwhile. The hook simulates that
 /// thread.
 #[test]
 fn a_request_is_routed_again_if_its_scope_closes() {
@@ -109,7 +109,7 @@ fn a_request_is_routed_again_if_its_scope_closes() {
 }
 
 /// Calls about pools record nothing, and do not report what another thread recorded: a tracker that panics would leave
-/// them half done.
+/// them incomplete.
 #[test]
 fn trackers_are_not_called_while_a_scope_opens() {
     let context = TestContext::new("");
@@ -151,7 +151,7 @@ fn trackers_are_not_called_while_a_scope_opens() {
     context.finish();
 }
 
-/// They are dropped with it, which calls the other observers.
+/// The blocks are dropped with the observer, which calls the other observers.
 #[test]
 fn observers_may_own_blocks() {
     let context = TestContext::new("");
@@ -177,7 +177,7 @@ fn observers_may_own_blocks() {
     context.finish();
 }
 
-/// It is dropped with the pool, or with its last segment.
+/// The upstream is dropped with the pool, or with its last segment.
 #[test]
 fn an_upstream_may_own_blocks_of_its_allocator() {
     for with_segment in [false, true] {
@@ -197,7 +197,7 @@ fn an_upstream_may_own_blocks_of_its_allocator() {
     }
 }
 
-/// Runs what it has when it is dropped.
+/// Runs its closure when it is dropped.
 struct Last(Option<Box<dyn FnOnce()>>);
 
 impl Drop for Last {

@@ -139,7 +139,7 @@ fn a_block_of_the_threshold_is_oversize() {
     context.finish();
 }
 
-/// Oversize counts follow the threshold in force.
+/// Oversize counts follow the current threshold.
 #[test]
 fn the_threshold_can_change_while_blocks_are_allocated() {
     let context = TestContext::new("");
@@ -357,7 +357,8 @@ fn trackers_may_call_the_allocator() {
             allocator.stats(FIRST).unwrap();
             let mut taken = mine.lock().unwrap();
             if taken.is_empty() {
-                // The reported segment may serve it already; entries of this allocation are not reported to it again.
+                // The reported segment may already serve this allocation; its entries are not reported to the tracker
+                // again.
                 taken.push(Allocation {
                     ptr: DevicePtr(0),
                     bytes: 0,

@@ -6,7 +6,7 @@ use warpool::driver::sim::{HazardKind, SimConfig};
 use warpool::driver::{Call, DeviceId, Devices, StreamId, StreamOptions, Streams};
 use warpool::memory::{Action, Allocate, Allocation, BlockState, DeviceAllocator, HistoryOptions, SnapshotOptions};
 
-/// Queues a fill on each stream, after the work of the block's own stream, records the use, and frees the block.
+/// Enqueues a fill on each stream, after the work of the block's own stream, records the use, and frees the block.
 fn use_and_free(context: &TestContext, block: Allocation, streams: &[&Stream]) {
     for stream in streams {
         stream.wait_stream(&context.main).unwrap();
@@ -117,7 +117,7 @@ fn a_freed_block_waits_for_all_streams() {
     context.finish();
 }
 
-/// A stream uses one block, which is freed, and then another: the event after the first use says nothing of the second.
+/// A stream uses one block, which is freed, and then another: the event after the first use does not cover the second.
 #[test]
 fn work_after_an_older_event_is_waited_for() {
     let context = TestContext::new("");
@@ -205,7 +205,7 @@ fn the_next_call_records_fences_for_a_dropped_block() {
     context.finish();
 }
 
-/// No event can be recorded in it: the devices are waited for.
+/// No event can be recorded in it, so the allocator waits for the devices.
 #[test]
 fn a_destroyed_stream_is_waited_for() {
     let context = TestContext::new("");
@@ -228,7 +228,8 @@ fn a_destroyed_stream_is_waited_for() {
     context.finish();
 }
 
-/// The devices are waited for instead: not while a capture is active, and not devices without a context.
+/// The allocator waits for the devices instead, but not while a capture is active, and not for devices without a
+/// context.
 #[test]
 fn waiting_for_a_destroyed_stream_spares_captures() {
     let context = TestContext::with_config(SimConfig::default().with_devices(2), "");
@@ -264,7 +265,8 @@ fn trim_waits_for_streams() {
     }
 }
 
-/// Freed memory of a stream with queued work can be reused by it, and trim waits before it releases it.
+/// Freed memory of a stream with pending work can be reused by the stream, and trim waits before it releases the
+/// memory.
 #[test]
 fn trim_does_not_disturb_queued_work() {
     for settings in ["", "expandable_segments:True"] {

@@ -45,8 +45,8 @@ fn ptrs(blocks: &[Allocation]) -> Vec<DevicePtr> {
     ptrs
 }
 
-/// Old mappings are where a request would need the fewest pages, and their pages are free in the pool. But those of a
-/// pool with a checkpoint stay where they are.
+/// A request would need the fewest pages at old mappings whose pages are free in the pool. But the pages of a pool with
+/// a checkpoint are not moved.
 #[test]
 fn pages_of_a_checkpoint_are_not_taken_back() {
     let machine = Machine::new();
@@ -55,14 +55,14 @@ fn pages_of_a_checkpoint_are_not_taken_back() {
     let allocate = |mib: u64| machine.in_pool(pool, mib * MIB, &stream);
     let (_first, second, _third) = (allocate(5), allocate(11), allocate(2));
     machine.paged.free(second).unwrap();
-    // It gets the pages of the second one, and then these two have them.
+    // It gets the pages of the second block; after its free, the next two blocks have them.
     let large = allocate(12);
     machine.paged.free(large).unwrap();
     let (saved, _last) = (allocate(4), allocate(8));
     stream.synchronize().unwrap();
     let checkpoint = machine.checkpoint(pool);
     machine.paged.free(saved).unwrap();
-    // Enough for where the second one was, and one page too few for anywhere else.
+    // Enough pages for the second block's window, and one page too few for any other.
     drop(machine.block(10 * MIB, &other));
     let reserved = machine.reserved();
     let place = allocate(11).ptr;
@@ -81,7 +81,7 @@ fn a_restore_brings_back_every_block() {
         let streams = [machine.stream(), machine.stream()];
         let options = [PoolOptions::default(), PoolOptions { no_split: true, ..PoolOptions::default() }];
         let pool = machine.paged.create_pool(DEVICE, options[rng.below(2)].clone()).unwrap();
-        // Free pages that the pool may take.
+        // Leaves free pages that the pool may take.
         drop(machine.block(MIB * (1 + rng.u64_below(64)), &streams[0]));
         let mut live: Vec<Allocation> = Vec::new();
         let run = |rng: &mut Rng, live: &mut Vec<Allocation>| {
@@ -151,7 +151,7 @@ fn what_cannot_be_restored_changes_nothing() {
     machine.sim.resume_stream(side.id()).unwrap();
     side.synchronize().unwrap();
     assert_eq!(machine.paged.restore(&checkpoint).unwrap().allocated.len(), 1);
-    // Released.
+    // The pool is released.
     machine.paged.release_pool(DEVICE, pool).unwrap();
     assert!(matches!(machine.paged.restore(&checkpoint), Err(Error::Checkpoint { .. })));
 }
@@ -215,7 +215,7 @@ fn what_a_restore_frees_waits_for_the_streams_that_use_it() {
 
 #[test]
 fn a_restored_block_is_ordered_after_the_streams_that_used_its_memory_since() {
-    // The same block; a larger one around it; two beside each other; one that begins before it.
+    // The same block; a larger one around it; two adjacent ones; one that begins before it.
     for (before, since) in [(vec![4], vec![4]), (vec![4], vec![8]), (vec![8], vec![4, 4]), (vec![2, 4], vec![5])] {
         let machine = Machine::new();
         let (stream, side) = (machine.stream(), machine.stream());
@@ -235,7 +235,7 @@ fn a_restored_block_is_ordered_after_the_streams_that_used_its_memory_since() {
         for (block, value) in restored.allocated.iter().zip(2..) {
             machine.raw_fill(*block, value, &stream);
         }
-        // What else is free of that memory is safe for its stream, too.
+        // Other free parts of that memory are safe for their stream, too.
         for _ in 0..4 {
             machine.raw_fill(machine.in_pool(pool, 2 * MIB, &stream), 9, &stream);
         }

@@ -1,4 +1,5 @@
-//! The history shows every page where it belongs: an address gets a page once, and loses it before it gets another.
+//! The history shows every page at the address where it is mapped: an address gets a page once, and loses it before it
+//! gets another.
 
 use std::collections::BTreeSet;
 
@@ -47,7 +48,7 @@ fn map_and_unmap_events_give_the_segments_of_the_snapshot() {
     }
 }
 
-/// Cached calls that nobody but the history is told of take a shorter way. It writes what the longer one does.
+/// Cached calls that only the history records take a shorter path. It writes the same entries as the longer one.
 #[test]
 fn the_short_way_writes_the_same_entries() {
     for seed in seeds(5) {

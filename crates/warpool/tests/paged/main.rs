@@ -1,6 +1,6 @@
-//! The paged allocator on the simulated GPU: pages go where they are needed, and memory keeps its contents. Random
-//! programs over it, with faults, captures, pools and threads, are in `warpool soak`; what holds for every allocator is
-//! in `uncached/allocators.rs`.
+//! The paged allocator on the simulated GPU: pages are mapped where they are needed, and memory keeps its contents.
+//! Random programs over it, with faults, captures, pools and threads, are in `warpool soak`; what holds for every
+//! allocator is in `uncached/allocators.rs`.
 
 mod checkpoint;
 mod history;
@@ -38,7 +38,7 @@ impl Machine {
         Self::with_config(SimConfig::default().with_capacity(bytes))
     }
 
-    /// With a driver that is told of allocations and frees, or one that is not.
+    /// With a driver that tracks allocations and frees, or one that does not.
     fn tracking(tracks_suballocations: bool) -> Self {
         let config = SimConfig::default().with_capacity(4 << 30);
         Self::with_config(if tracks_suballocations { config } else { config.without_suballocation_tracking() })
@@ -108,8 +108,8 @@ fn free_pages_are_taken_before_memory_grows() {
     machine.expect_no_hazard();
 }
 
-/// The place that needs the fewest driver calls would need a new page. Another one begins in a page that a block beside
-/// it uses too, and needs none.
+/// The window that needs the fewest driver calls would need a new page. Another one begins in a page that a
+/// neighbouring block uses too, and needs no new page.
 #[test]
 fn memory_does_not_grow_where_another_place_has_enough_pages() {
     let machine = Machine::new();
@@ -120,7 +120,7 @@ fn memory_does_not_grow_where_another_place_has_enough_pages() {
     let place = second.ptr();
     assert_eq!(place.0, first.ptr().0 + 5 * MIB, "they share a page");
     drop(second);
-    // It gets the two pages that only the second one used, so new ones are needed where that was.
+    // It gets the two pages that only the second block used, so the second block's window needs new pages.
     let fourth = machine.block(7 * MIB, &stream);
     let last = machine.block(4 * MIB, &stream);
     let blocks = [&first, &third, &fourth];
@@ -129,7 +129,7 @@ fn memory_does_not_grow_where_another_place_has_enough_pages() {
     stream.synchronize().unwrap();
     let reserved = machine.reserved();
     assert_eq!(reserved, 22 * MIB);
-    // Where the last one was, one page is missing.
+    // One page is missing in the window of the last block.
     let fifth = machine.block(5 * MIB, &stream);
     assert_eq!((fifth.ptr(), machine.reserved()), (place, reserved));
     machine.fill(&fifth, 4, &stream);
@@ -192,7 +192,7 @@ fn pages_of_a_pool_in_use_stay() {
     drop((outside, more));
 }
 
-/// As a graph, a checkpoint knows the addresses of what is freed since.
+/// Like a graph, a checkpoint contains the addresses of blocks that are freed later.
 #[test]
 fn pages_of_a_pool_with_checkpoints_stay_for_its_own_requests_too() {
     let machine = Machine::new();
@@ -206,7 +206,7 @@ fn pages_of_a_pool_with_checkpoints_stay_for_its_own_requests_too() {
     assert_eq!(machine.paged.restore(&checkpoint).unwrap().allocated.len(), 3);
     let stats = machine.paged.page_stats(DEVICE).unwrap();
     assert_eq!((stats.totals.taken, stats.bytes_mapped_twice), (0, 0));
-    // Stale since the restore.
+    // These blocks are stale since the restore.
     drop((second, large));
     machine.paged.check();
 }
@@ -285,8 +285,8 @@ fn peaks_are_exact_over_several_streams_of_one_thread() {
     drop((second, third));
 }
 
-/// Two streams need most of the device by turns: once their pages are mapped for both, they change hands without being
-/// mapped again.
+/// Two streams alternately need most of the device: once the pages are mapped for both, they move between the streams
+/// without being mapped again.
 #[test]
 fn pages_that_change_hands_between_streams_stay_mapped_for_both() {
     let machine = Machine::with_capacity(2 << 30);

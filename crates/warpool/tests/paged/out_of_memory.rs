@@ -26,7 +26,7 @@ fn refused(machine: &Machine, bytes: u64, stream: &Stream) -> (OomReport, PageSh
 fn it_tells_live_memory_from_what_is_free_in_used_pages() {
     let machine = limited(512 * MIB);
     let stream = machine.stream();
-    // Every second block of 1 MiB + 512 stays: no page is free as a whole.
+    // Every second block of 1 MiB + 512 stays, so that no whole page is free.
     let mut blocks: Vec<_> = (0..200).map(|_| machine.block(MIB + 512, &stream)).collect();
     let mut nth = 0;
     blocks.retain(|_| {

@@ -5,7 +5,7 @@ use warpool_testing::{Rng, seeds};
 
 use crate::{DEVICE, MIB, Machine};
 
-/// Compares what is counted with what a snapshot shows.
+/// Compares the statistics with a snapshot.
 #[track_caller]
 fn expect_as_in_snapshot(machine: &Machine) {
     machine.paged.check();

@@ -1,5 +1,5 @@
-//! Streams that come and go: the owner of a stream may destroy it once all memory of it is freed, and streams that have
-//! gone cost nothing.
+//! Short-lived streams: the owner of a stream may destroy it once all its memory is freed, and destroyed streams cost
+//! nothing.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ impl Counted {
         Self { sim, counting, device: instance.device(0).unwrap(), allocator: paged.clone(), paged }
     }
 
-    /// A stream that was created elsewhere, and its id for its creator.
+    /// A foreign stream, and its id for its creator.
     fn foreign(&self) -> (Stream, StreamId) {
         let theirs = self.sim.create_foreign_stream(DEVICE, StreamOptions::default()).unwrap();
         let raw = self.sim.stream_handle(theirs).unwrap().raw;
@@ -144,13 +144,13 @@ fn thousands_of_streams_have_memory_at_once() {
     gpu.expect_no_hazards();
 }
 
-/// The driver calls of an allocation that takes pages of another stream, beside `count` others.
+/// The driver calls of an allocation that takes pages of another stream, with `count` further streams.
 fn calls_beside(count: usize, set_up: fn(&Counted, usize)) -> u64 {
     let gpu = Counted::with(SimConfig::default().with_capacity(64 << 30).without_suballocation_tracking());
     set_up(&gpu, count);
     let streams = [gpu.device.pool_stream().unwrap(), gpu.device.pool_stream().unwrap()];
     let mut round = (0..).map(|round| gpu.use_memory(&streams[round % 2], 64 * MIB));
-    // The first ones take pages of those that have gone, and retire their heaps.
+    // The first allocations take pages of destroyed streams, and retire their heaps.
     (0..200).for_each(|_| round.next().unwrap());
     let calls = gpu.calls(|| (0..100).for_each(|_| round.next().unwrap())) / 100;
     gpu.sim.device_synchronize(DEVICE).unwrap();
@@ -194,18 +194,18 @@ fn what_streams_cost_that_take_pages_from_each_other_is_bounded() {
     assert!(calls.iter().all(|&calls| calls <= 150), "{calls:?}");
 }
 
-/// What the life of a short-lived stream costs on average.
+/// The average cost of a short-lived stream.
 #[derive(Debug, Default)]
 struct Life {
     mappings: f64,
     waits_for_events: f64,
     calls: f64,
-    /// The share of streams that wait for another one.
+    /// The fraction of streams that wait for another one.
     waiting: f64,
 }
 
-/// A training whose batches have another size in every step, beside streams of a library that creates four in every
-/// step, uses memory of each and destroys it.
+/// A training whose batch size changes in every step, together with a library that creates four streams in every step,
+/// uses memory on each and destroys them.
 fn short_lived_streams() -> Life {
     const STREAMS: u64 = 4;
     const STEPS: std::ops::Range<u64> = 60..120;
@@ -245,7 +245,8 @@ fn short_lived_streams() -> Life {
     life
 }
 
-/// Before, every stream waited for the training's work, 8 times on average, and so did a host that waited for it.
+/// Earlier, every stream waited for the training's work, 8 times on average, and so did a host that waited for the
+/// stream.
 #[test]
 fn a_new_stream_gets_memory_of_one_that_has_gone_and_waits_for_nobody() {
     let life = short_lived_streams();
@@ -253,7 +254,7 @@ fn a_new_stream_gets_memory_of_one_that_has_gone_and_waits_for_nobody() {
     assert!(life.waiting < 0.6 && life.mappings < 0.5 && life.calls < 15.0, "{life:.2?}");
 }
 
-/// Memory that a bystander uses, of whom nobody said so, is not given to a new stream before that work is done.
+/// Memory that another stream uses without a recorded use is not given to a new stream before that work is done.
 #[test]
 fn an_adopted_heap_is_not_in_use_by_bystanders() {
     let gpu = Counted::new(4 << 30);
@@ -271,7 +272,7 @@ fn an_adopted_heap_is_not_in_use_by_bystanders() {
         gpu.sim.stream_destroy(theirs).unwrap();
         block.ptr
     };
-    // Paused, so that its work is under way during the lives of all streams that come.
+    // Paused, so that its work is pending during the life of all later streams.
     gpu.sim.pause_stream(bystander.id()).unwrap();
     let used = life(Some(&bystander));
     for _ in 0..20 {
@@ -285,7 +286,7 @@ fn an_adopted_heap_is_not_in_use_by_bystanders() {
     gpu.expect_no_hazards();
 }
 
-/// Streams that live on, and free all their memory again and again, keep their heaps when another comes.
+/// Long-lived streams that repeatedly free all their memory keep their heaps when a new stream appears.
 #[test]
 fn streams_that_live_on_do_not_take_heaps_from_each_other() {
     let gpu = Counted::new(4 << 30);
@@ -300,7 +301,7 @@ fn streams_that_live_on_do_not_take_heaps_from_each_other() {
     gpu.expect_no_hazards();
 }
 
-/// A destructor calls no driver.
+/// A destructor makes no driver call.
 #[test]
 fn addresses_of_a_dropped_allocator_are_freed_by_a_later_call() {
     let gpu = Counted::new(4 << 30);
@@ -322,7 +323,7 @@ fn addresses_of_a_dropped_allocator_are_freed_by_a_later_call() {
     assert_eq!(sim.object_counts().reservations, 0);
 }
 
-/// Streams come and go at random, some with work that runs long after they were destroyed.
+/// Streams are created and destroyed at random, some with work that runs long after that.
 #[test]
 fn random_streams_come_and_go() {
     for seed in seeds(30) {

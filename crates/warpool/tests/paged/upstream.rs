@@ -15,7 +15,7 @@ use warpool_testing::{Rng, seeds};
 
 use crate::{DEVICE, MIB, Machine};
 
-/// What an upstream does at its next calls.
+/// The behaviour of an upstream at its next calls.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mood {
     Works,
@@ -31,7 +31,7 @@ struct Source {
     room: AtomicU64,
     mood: Mutex<Mood>,
     log: Mutex<Vec<String>>,
-    /// Called by every call.
+    /// Runs in every call.
     hook: Mutex<Option<Box<dyn FnMut() + Send>>>,
 }
 
@@ -245,7 +245,7 @@ fn errors_and_panics_of_an_upstream_leave_everything_usable() {
     assert_eq!(Arc::strong_count(&source), 1);
 }
 
-/// What it is asked for counts against the limit meanwhile.
+/// Its requested bytes count against the limit meanwhile.
 #[test]
 fn an_upstream_is_called_without_a_lock() {
     let machine = Machine::new();
@@ -335,7 +335,7 @@ fn random_programs_over_pools_with_segments() {
                 1 if !pools.is_empty() => drop(pools.swap_remove(rng.below(pools.len()))),
                 2 => {
                     source.set([Mood::Works, Mood::Fails][rng.below(2)]);
-                    // It fails with the upstream.
+                    // This fails if the upstream does.
                     let _ = machine.paged.trim(DEVICE, MemPoolId::DEFAULT);
                 }
                 3..8 => {
@@ -371,7 +371,8 @@ fn random_programs_over_pools_with_segments() {
     }
 }
 
-/// A request for the default pool that a pool with segments serves: the peak has it, beside what another heap had.
+/// A pool with segments serves a request for the default pool: the peak includes it, in addition to the memory of
+/// another heap.
 #[test]
 fn peaks_have_what_another_pool_served_before_running_out() {
     let machine = Machine::new();

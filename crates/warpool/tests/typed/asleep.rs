@@ -1,4 +1,4 @@
-//! Typed work and replays on memory that sleeps: refused before the driver is called. Vectors fill their blocks, since
+//! Typed work and replays on sleeping memory are refused before the driver is called. Vectors fill their blocks, since
 //! the fixture reports reads of memory that was not written, and a sleep copies whole blocks.
 
 use std::sync::Arc;

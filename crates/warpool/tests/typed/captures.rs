@@ -26,7 +26,7 @@ fn a_step_reads_its_inputs_anew_at_every_replay() -> Result<()> {
     for round in 0..6 {
         step.buffers_mut().0.host_mut()?.fill(round as f32);
         sum += 2.0 * round as f32;
-        // In turns on two streams: the replays and the reads in between are ordered.
+        // Alternates between two streams: the replays and the reads in between are ordered.
         let on = if round % 2 == 0 { &stream } else { &other };
         step.replay(on)?;
         assert_eq!(step.buffers().2.to_vec(&other)?, [sum; 100]);
@@ -153,7 +153,7 @@ fn what_cannot_be_captured_is_refused_and_the_capture_goes_on() -> Result<()> {
         let capturing = capture.stream().clone();
         let error = capturing.copy(&[1; 8], &mut x).expect_err("ordinary memory");
         assert!(error.is_refused_in_capture(), "{error}");
-        // The other stream would have to wait for work before the capture, in a stream that captures now.
+        // The other stream would have to wait for earlier work in a stream that is now capturing.
         let error = other.fill(&mut y, 1).expect_err("it was used in the capturing stream");
         assert!(error.is_refused_in_capture(), "{error}");
         capturing.fill(&mut x, 5)

@@ -1,4 +1,4 @@
-//! What kind of trouble an error is, by methods.
+//! The methods that classify errors.
 
 use warpool::driver::sim::SimConfig;
 use warpool::driver::{DriverError, ErrorCode};

@@ -39,7 +39,7 @@ impl Fixture {
         self.device.lease_stream()
     }
 
-    /// Waits for everything, and fails if anything was not ordered.
+    /// Waits for all work, and fails if there was a hazard.
     pub fn finish(self) -> Result<()> {
         for device in self.instance.devices() {
             device.synchronize()?;
@@ -72,7 +72,7 @@ pub static KERNELS: KernelSource = KernelSource {
             values.iter_mut().zip(x).for_each(|(y, x)| *y += a * x);
             kernel.write_f32(y, &values)
         }),
-        // Its last argument says how many elements it increments, also beyond the end of the slice.
+        // Its last argument is the number of elements that it increments, even beyond the end of the slice.
         HostKernel::new("increment", |kernel| {
             let (x, n) = (kernel.arg_ptr(0)?, kernel.arg_u32(1)? as usize);
             let values: Vec<u32> = kernel.read_u32(x, n)?.iter().map(|x| x + 1).collect();

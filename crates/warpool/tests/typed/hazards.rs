@@ -1,4 +1,4 @@
-//! Hazards of the simulated GPU name what a person knows: labels, and lines of the program.
+//! Hazard reports of the simulated GPU contain labels, and lines of the program.
 
 use warpool::driver::sim::HazardKind;
 use warpool::driver::{Copies, DevicePtr, Pattern};
@@ -22,7 +22,7 @@ fn a_race_names_labels_and_lines() -> Result<()> {
     let mut weights = DeviceVec::<u32>::uninit(&gpu.allocator, 1024, &one)?.with_label("weights");
     let line = line!() + 1;
     one.fill(&mut weights, 1)?;
-    // A raw call knows nothing of the order of typed memory. Its address: the only block of the allocator.
+    // A raw call bypasses the ordering of typed memory. The address is that of the allocator's only block.
     let ptr = DevicePtr(gpu.allocator.snapshot(SnapshotOptions::default())?.segments[0].blocks[0].address);
     gpu.gpu.fill(ptr, Pattern::U32(2), 1024, two.id())?;
     gpu.device.synchronize()?;
@@ -43,7 +43,8 @@ fn a_race_names_labels_and_lines() -> Result<()> {
 fn a_kernel_that_runs_into_its_neighbour_is_a_hazard_of_its_own() -> Result<()> {
     let gpu = Fixture::new()?;
     let stream = gpu.stream()?;
-    // SAFETY: a lie, which the simulated GPU finds: it increments as many elements as its number says.
+    // SAFETY: deliberately violated, which the simulated GPU detects: the kernel increments as many elements as its
+    // argument says.
     let increment: Kernel<(PointerMut<u32>, u32)> = unsafe { Kernel::load(&gpu.device, &KERNELS, "increment")? };
     let mut first = DeviceVec::<u32>::zeroed(&gpu.allocator, 128, &stream)?.with_label("first");
     let second = DeviceVec::<u32>::zeroed(&gpu.allocator, 128, &stream)?.with_label("second");
@@ -74,7 +75,7 @@ fn a_fill_that_runs_into_its_neighbour_is_a_hazard_of_its_own() -> Result<()> {
     let found = hazards(&gpu, HazardKind::BlockOverrun);
     assert_eq!((found.len(), gpu.gpu.hazards().len()), (1, 1), "{:?}", gpu.gpu.hazards());
     assert!(found[0].contains("fill") && found[0].contains("8 bytes past the end"), "{}", found[0]);
-    // Freed, its place is no block any more; the fill is then a use of freed memory.
+    // After the free there is no block at that address; the fill is then a use of freed memory.
     drop(second);
     gpu.gpu.clear_hazards();
     gpu.gpu.fill(first.ptr(), Pattern::U8(2), 520, stream.id())?;

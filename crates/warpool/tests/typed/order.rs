@@ -1,4 +1,4 @@
-//! Uses of one buffer in several streams: waits are made where they are needed, and only there.
+//! Uses of one buffer in several streams: streams wait for each other if necessary, and only then.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -53,7 +53,7 @@ fn memory_is_waited_for_also_before_its_first_use() -> Result<()> {
     drop(old);
     let mut new = DeviceVec::<u32>::uninit(&gpu.allocator, 1 << 20, &one)?;
     two.fill(&mut new, 2)?;
-    // And the second stream's use is known when it is freed, without being recorded by hand.
+    // The second stream's use is known when the memory is freed, without being recorded by hand.
     drop(new);
     let mut third = DeviceVec::<u32>::uninit(&gpu.allocator, 1 << 20, &one)?;
     one.fill(&mut third, 3)?;
@@ -191,7 +191,7 @@ fn threads_begin_to_share_a_vector() -> Result<()> {
     gpu.finish()
 }
 
-/// The same, step by step: the other thread waits for the first stream before the work is in it.
+/// The same, step by step: the other thread waits for the first stream before the work is enqueued there.
 #[test]
 fn work_queued_while_another_thread_begins_to_share_is_waited_for() -> Result<()> {
     let gpu = Fixture::new()?;
@@ -209,7 +209,7 @@ fn work_queued_while_another_thread_begins_to_share_is_waited_for() -> Result<()
     gpu.finish()
 }
 
-/// The same with halves that two threads have, each exclusively, and with views of an exclusive view.
+/// The same with two halves that two threads borrow exclusively, and with views of an exclusive view.
 #[test]
 fn parts_of_a_vector_are_not_exclusive() -> Result<()> {
     let gpu = Fixture::new()?;
@@ -292,7 +292,7 @@ fn a_write_waits_for_all_readers() -> Result<()> {
     gpu.finish()
 }
 
-/// More reads than are kept apart, each of another part.
+/// More reads than are stored separately, each of another part.
 #[test]
 fn a_write_waits_for_reads_that_were_merged() -> Result<()> {
     let gpu = Fixture::new()?;

@@ -1,5 +1,5 @@
-//! Captures that begin, end or are joined by one thread while another puts typed work into the same stream. The work
-//! runs, or is part of a graph that keeps its memory; there is nothing in between.
+//! Captures that begin, end or are joined by one thread while another enqueues typed work in the same stream. The work
+//! either runs, or is part of a graph that keeps its memory.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -66,7 +66,7 @@ fn relaxed() -> CaptureOptions<'static> {
 /// Issue 18: the copy became part of a graph that did not keep its memory, and a replay wrote to a live slice.
 #[test]
 fn a_capture_does_not_begin_between_check_and_call() -> Result<()> {
-    // Straight to the driver, and in the order of a buffer that several streams or the host use.
+    // On the direct path to the driver, and with a tracked buffer that several streams or the host use.
     for pinned in [false, true] {
         let gpu = Machine::new()?;
         let stream = gpu.device.pool_stream()?;
@@ -162,7 +162,8 @@ fn a_body_does_not_end_between_check_and_call() -> Result<()> {
     gpu.finish()
 }
 
-/// A stream that joins a capture by a wait is not held up: the graph keeps what may have become part of it.
+/// A stream that joins a capture by a wait is not blocked: the graph keeps buffers whose use may have become part of
+/// it.
 #[test]
 fn a_graph_keeps_the_memory_of_a_stream_that_joins_between_check_and_call() -> Result<()> {
     let gpu = Machine::new()?;
@@ -254,8 +255,8 @@ fn a_closure_does_not_wait_for_a_capture_that_waits_for_it() -> Result<()> {
     gpu.finish()
 }
 
-/// Threads that use one stream, of which some capture it. Nothing of this needs `unsafe`, and everything that a thread
-/// got wrong here is an error of one of its calls.
+/// Threads that use one stream, some of which capture it. None of this needs `unsafe`, and every mistake of a thread is
+/// an error of one of its calls.
 #[test]
 fn threads_on_a_shared_stream() {
     for seed in warpool_testing::seeds(3) {
@@ -286,7 +287,7 @@ fn race(seed: u64) {
                     }
                     let mut pinned = PinnedVec::<u32>::zeroed(host, 4096).unwrap();
                     let _ = stream.copy(&device, &mut pinned);
-                    // A slice says that no device writes it.
+                    // A slice means that no device writes the memory.
                     if let Ok(slice) = pinned.try_slice() {
                         let before = std::hint::black_box(slice)[0];
                         thread::yield_now();

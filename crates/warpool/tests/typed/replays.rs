@@ -1,4 +1,4 @@
-//! Replays of typed work in the stream that alone uses the memory, which take one lock, while a second stream begins to
+//! Replays of typed work in the only stream that uses the memory, which take one lock, while a second stream begins to
 //! use it.
 
 use std::sync::mpsc::{Sender, channel};
@@ -99,7 +99,7 @@ fn threads_replay_while_another_begins_to_use_the_memory() -> Result<()> {
     gpu.finish()
 }
 
-/// A driver whose graph launches tell another thread first, and give it time.
+/// A driver that, before each graph launch, notifies another thread and gives it time.
 struct TellBeforeLaunch {
     launching: Mutex<Option<Sender<()>>>,
 }
@@ -122,7 +122,7 @@ impl Hook for TellBeforeLaunch {
     fn suballocation(&self, _: Call, _: Arguments<'_>) {}
 }
 
-/// The other thread waits for the launch: otherwise it would wait for what was in the stream before it.
+/// The other thread waits for the launch: otherwise it would wait only for earlier work of the stream.
 #[test]
 fn a_use_that_begins_during_a_launch_comes_after_it() -> Result<()> {
     for replays_before in 0..3 {

@@ -154,7 +154,7 @@ fn empty_vectors_need_no_driver_call() -> Result<()> {
     gpu.finish()
 }
 
-/// An allocator of a program: a safe trait, whose blocks may be too short.
+/// A user's allocator: the trait is safe to implement, and its blocks may be too short.
 struct Short(Arc<dyn DeviceAllocator>);
 
 impl Allocate for Short {

@@ -1,5 +1,5 @@
-//! The contract of [`DeviceAllocator`], checked on every allocator in [`ALLOCATORS`]. What is special to one allocator
-//! is tested elsewhere.
+//! The contract of [`DeviceAllocator`], checked on every allocator in [`ALLOCATORS`]. Behaviour that is specific to one
+//! allocator is tested elsewhere.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -263,7 +263,8 @@ fn memory_freed_on_a_stream_is_reused_by_it() {
                 }
             }
             let grown = context.stats().reserved_bytes.all.current - reserved;
-            // The driver's pool may hold what a busy stream has not freed yet; a leak would be 50 times as much.
+            // The driver's pool may hold memory whose free is still pending in a busy stream; a leak would be 50 times
+            // as much.
             assert!(grown <= 12 * bytes.max(32 * MIB), "{grown} more bytes are reserved after 50 rounds of {bytes}");
         }
         context.expect_sound(&[]);
@@ -499,7 +500,7 @@ fn a_full_device_is_an_error_and_recovers() {
         assert_eq!((stats.num_ooms, stats.num_alloc_retries), (1, 1));
         context.expect_sound(&live);
 
-        // Frees on a busy stream are waited for, and cached memory of another size is released.
+        // The request waits for frees on a busy stream, and cached memory of another size is released.
         crate::common::keep_busy(&stream);
         for block in live.drain(..) {
             context.allocator.free(block).unwrap();
@@ -722,8 +723,8 @@ fn a_history_is_recorded_while_enabled() {
     });
 }
 
-/// Entries of a free have the stack of the allocation, or of a later call that completes the free; their own at the
-/// highest level alone. Below, blocks have a stack while they are allocated, and nothing else has.
+/// Entries of a free have the stack of the allocation, or of a later call that completes the free; only at the highest
+/// level, they have their own. At lower levels only blocks have a stack, while they are allocated.
 #[test]
 fn the_stack_level_decides_where_stacks_appear() {
     for level in [StackLevel::Never, StackLevel::State, StackLevel::Alloc, StackLevel::All] {
@@ -746,7 +747,7 @@ fn the_stack_level_decides_where_stacks_appear() {
             CALL.set("free");
             context.allocator.free(plain).unwrap();
             context.allocator.free(used).unwrap();
-            // Completes what waits for the stream.
+            // Completes frees that wait for the stream.
             context.device().synchronize().unwrap();
             CALL.set("later");
             context.block(3000, &stream);
@@ -757,7 +758,7 @@ fn the_stack_level_decides_where_stacks_appear() {
             let snapshot = context.snapshot();
             let name_of = |id: StackId| snapshot.stacks[id.index()][0].name.as_str();
             for entry in snapshot.traces[0].iter().filter(|entry| entry.action != Action::Snapshot) {
-                // Whose memory pages were is not known when they are unmapped.
+                // The former owner of pages is unknown when they are unmapped.
                 let may_have_none = entry.action == Action::SegmentUnmap && level == StackLevel::Alloc;
                 assert!(entry.stack.is_some() == in_entries || may_have_none, "{entry:?}");
                 let name = entry.stack.map(name_of);
@@ -801,7 +802,7 @@ fn a_snapshot_of_one_pool_has_only_its_segments() {
 fn no_call_invalidates_another_streams_capture() {
     each_by_default(|context| {
         let (capturing, own, other) = (context.stream(), context.stream(), context.stream());
-        // Pools are set up before the capture.
+        // The pools are configured before the capture.
         let scratch = context.block(MIB, &own);
         let pools = context.allocator.pools().ok();
         if let Some(pools) = pools {

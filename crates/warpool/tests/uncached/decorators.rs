@@ -1,4 +1,4 @@
-//! What each decorator adds. That nothing else changes is checked in `allocators.rs`.
+//! The effect of each decorator. `allocators.rs` checks that nothing else changes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -94,7 +94,7 @@ fn a_cap_limits_allocated_bytes() {
     any.free_raw(third.ptr).unwrap();
     assert_eq!(limited.bytes_allocated(), 0);
 
-    // Blocks allocated past the decorator do not count, and a stale free changes nothing.
+    // Blocks allocated directly from the inner allocator do not count, and a stale free changes nothing.
     let past = context.caching.allocate(MIB, &context.stream).unwrap().into_raw();
     any.free(past).unwrap();
     assert_eq!(limited.bytes_allocated(), 0);

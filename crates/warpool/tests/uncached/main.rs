@@ -1,4 +1,4 @@
-//! Allocators without a cache, what every allocator promises, and decorators, on the simulated GPU.
+//! Allocators without a cache, the contract of every allocator, and decorators, on the simulated GPU.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -13,8 +13,8 @@ use warpool::memory::{
 
 const MIB: u64 = 1 << 20;
 
-/// Memory from the driver, with every hook. Ticks before it allocates and after it has freed: what was being freed
-/// counts as freed.
+/// Memory from the driver, with every hook. Ticks before it allocates and after it has freed: memory that was being
+/// freed counts as freed.
 fn ticking_allocator(sim: &Arc<SimDriver>, bomb: &Arc<Bomb>, handles_streams: bool) -> FnAllocator {
     let (allocates, frees, ticks) = (sim.clone(), sim.clone(), || Arc::clone(bomb));
     let (allocate, free, reset, fraction) = (ticks(), ticks(), ticks(), ticks());
@@ -25,7 +25,7 @@ fn ticking_allocator(sim: &Arc<SimDriver>, bomb: &Arc<Bomb>, handles_streams: bo
             Ok(allocates.mem_alloc(device, bytes).ok())
         },
         move |ptr, _, _, _| {
-            // The driver may run a host callback that panics, and has not freed it then.
+            // The driver may run a host callback that panics; the memory is not freed then.
             let freed = catch_unwind(AssertUnwindSafe(|| frees.mem_free(ptr)));
             let panicked = freed.map_err(|panic| frees.mem_free(ptr).map(|()| panic));
             match panicked {

@@ -1,6 +1,6 @@
-//! Captures that one thread begins while an allocator, in another thread, is about to put an event, a wait or memory
-//! into the same stream. The capture waits for that driver call: an event that is recorded in a capture is a captured
-//! event, a wait for work outside of a capture invalidates it, and an allocation becomes a node of its graph.
+//! Captures that one thread begins while an allocator, in another thread, is about to enqueue an event, a wait or an
+//! allocation in the same stream. The capture waits for that driver call: an event that is recorded in a capture is a
+//! captured event, a wait for work outside of a capture invalidates it, and an allocation becomes a node of its graph.
 
 use std::sync::Arc;
 use std::thread;
@@ -140,7 +140,7 @@ fn memory_of_the_drivers_pool() -> Result<()> {
     Ok(())
 }
 
-/// A wait for the stream would invalidate the capture, so there is an event before it.
+/// A wait for the stream would invalidate the capture, so an event is recorded first.
 #[test]
 fn waits_for_frees_of_the_drivers_pool() -> Result<()> {
     let gpu = Machine::new()?;

@@ -1,10 +1,10 @@
 //! Memory that was allocated while caching was off: each block is a driver allocation and appears in no statistics. The
-//! addresses are kept, so that each is freed the way it was allocated, also after caching was switched. The calls are
-//! in `calls/direct.rs`; no driver call here.
+//! addresses are recorded, so that each block is freed the way it was allocated, even after caching was switched. The
+//! calls are in `calls/direct.rs`; no driver call here.
 //!
-//! A block that a capture used and that is freed while that capture is under way stays: the graph goes on using it. It
-//! is kept for the pools that the graph's memory comes from, until all of them are released. Without such a pool nobody
-//! knows how long the graph lives: the block is kept until the allocator is trimmed outside of captures.
+//! A block that a capture used, and that is freed during that capture, stays allocated, because the graph continues to
+//! use it. It is kept until all pools that serve the graph are released. Without such a pool the lifetime of the graph
+//! is unknown: the block is kept until the allocator is trimmed outside of captures.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
@@ -25,7 +25,7 @@ pub(super) struct DirectBlock {
     pub(super) stream: StreamId,
     /// The pools of captures that recorded a use of it; the default pool for captures without one.
     pub(super) captured_for: Vec<MemPoolId>,
-    /// How many graphs hold it: it is not freed meanwhile.
+    /// How many graphs hold it. It cannot be freed while one does.
     pub(super) holds: u32,
 }
 
@@ -40,12 +40,13 @@ struct Blocks {
     allocated: FxHashMap<u64, DirectBlock>,
     /// Streams of other devices that used a block, allocated or freed: the driver's free does not wait for them.
     peer_uses: FxHashMap<u64, Vec<StreamId>>,
-    /// Freed, to be returned to the driver by the next call that may: destructors left them, or a call failed.
+    /// Freed blocks that the next call that may call the driver returns: a destructor freed them, or a driver call
+    /// failed.
     to_free: VecDeque<DevicePtr>,
-    /// Freed in captures, with the pools that keep each.
+    /// Blocks freed in captures, with the pools that keep each.
     kept: FxHashMap<u64, Vec<Keeper>>,
     by_keeper: BTreeMap<Keeper, Vec<DevicePtr>>,
-    /// Freed in captures without a pool.
+    /// Blocks freed in captures without a pool.
     kept_for_trim: Vec<DevicePtr>,
 }
 
@@ -58,7 +59,7 @@ impl Bypass {
         lock(&self.blocks).allocated.get(&ptr.0).cloned()
     }
 
-    /// A capture whose memory comes from `pool` uses a block.
+    /// Records that a capture whose memory comes from `pool` uses a block.
     pub(super) fn record_capture(&self, ptr: DevicePtr, pool: MemPoolId) {
         if let Some(block) = lock(&self.blocks).allocated.get_mut(&ptr.0)
             && !block.captured_for.contains(&pool)
@@ -67,7 +68,7 @@ impl Bypass {
         }
     }
 
-    /// A stream of another device uses a block.
+    /// Records that a stream of another device uses a block.
     pub(super) fn record_peer_use(&self, ptr: DevicePtr, stream: StreamId) {
         let mut blocks = lock(&self.blocks);
         if blocks.allocated.contains_key(&ptr.0) {
@@ -78,17 +79,17 @@ impl Bypass {
         }
     }
 
-    /// Takes the streams that are to be waited for before a block is returned to the driver.
+    /// Takes the streams to wait for before a block is returned to the driver.
     pub(super) fn take_peer_uses(&self, ptr: DevicePtr) -> Vec<StreamId> {
         lock(&self.blocks).peer_uses.remove(&ptr.0).unwrap_or_default()
     }
 
-    /// They could not be waited for.
+    /// Puts them back after the wait failed.
     pub(super) fn put_peer_uses(&self, ptr: DevicePtr, streams: Vec<StreamId>) {
         lock(&self.blocks).peer_uses.insert(ptr.0, streams);
     }
 
-    /// A graph holds a block, or no longer does.
+    /// Changes the number of graphs that hold a block.
     pub(super) fn change_holds(&self, ptr: DevicePtr, change: impl FnOnce(u32) -> u32) {
         if let Some(block) = lock(&self.blocks).allocated.get_mut(&ptr.0) {
             block.holds = change(block.holds);
@@ -122,12 +123,13 @@ impl Bypass {
         blocks.kept.insert(ptr.0, keepers);
     }
 
-    /// The pools that keep blocks.
+    /// Whether a pool keeps blocks.
     pub(super) fn has_keeper(&self, keeper: Keeper) -> bool {
         lock(&self.blocks).by_keeper.contains_key(&keeper)
     }
 
-    /// A pool is released: graphs that used it are gone. What no other keeps is freed by a later call.
+    /// A pool is released, so the graphs that used it are gone. Blocks that no other pool keeps are freed by a later
+    /// call.
     pub(super) fn keeper_released(&self, keeper: Keeper) {
         let mut blocks = lock(&self.blocks);
         for ptr in blocks.by_keeper.remove(&keeper).unwrap_or_default() {
@@ -140,7 +142,7 @@ impl Bypass {
         }
     }
 
-    /// The allocator is trimmed outside of captures.
+    /// Frees the blocks that were kept until a trim outside of captures.
     pub(super) fn free_kept_for_trim(&self) {
         let mut blocks = lock(&self.blocks);
         let kept = std::mem::take(&mut blocks.kept_for_trim);

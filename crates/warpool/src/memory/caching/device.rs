@@ -1,8 +1,8 @@
-//! One device of the caching allocator: its state under its lock, and what the driver calls around it need.
+//! One device of the caching allocator: its state under its lock, and the data that its driver calls need.
 //!
-//! Locks: `state` is held for one step, mostly of some ten nanoseconds, never during a driver call. `slow` is held by
+//! Locks: `state` is held for one step, usually some ten nanoseconds, and never during a driver call. `slow` is held by
 //! the one thread that allocates memory from the driver or returns it; it is taken before `state`. User code
-//! (observers, upstreams, destructors of what users passed in) runs with neither.
+//! (observers, upstreams, destructors of user values) runs with neither held.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -24,7 +24,7 @@ use crate::memory::{HistoryOptions, MemPoolId, Observers, Settings, StackLevel};
 use crate::unwind::drop_user_value;
 use crate::{Device, Error, Instance, Result, lock};
 
-/// What the devices of an allocator share.
+/// The state that the devices of an allocator share.
 pub(super) struct Shared {
     instance: Instance,
     observers: Observers,
@@ -55,7 +55,7 @@ impl Shared {
         &self.observers
     }
 
-    /// The settings in force; the default ones in a forked child, where they may be locked for ever.
+    /// The current settings; the defaults in a forked child, where the lock may be held forever.
     pub(super) fn settings(&self) -> Arc<Settings> {
         if self.instance.is_inherited() { Arc::default() } else { Arc::clone(&lock(&self.settings)) }
     }
@@ -91,7 +91,7 @@ pub(super) struct CachingDevice {
     history_flags: HistoryFlags,
     /// Other devices that may access this one's memory.
     peers: Mutex<Vec<DeviceId>>,
-    /// How many streams and blocks were looked at to complete deferred frees, for tests.
+    /// How many streams and blocks were examined to complete deferred frees. For tests.
     pub(super) deferred_steps: AtomicU64,
 }
 
@@ -140,7 +140,7 @@ impl CachingDevice {
         &self.shared
     }
 
-    /// The device's lock, for steps whose results must stay in registers. All others are by [`change`](Self::change)
+    /// The device's lock, for steps whose results must stay in registers. All other steps use [`change`](Self::change)
     /// and [`with`](Self::with).
     #[inline]
     pub(super) fn lock_state(&self) -> SpinGuard<'_, DeviceState> {
@@ -149,22 +149,23 @@ impl CachingDevice {
         state
     }
 
-    /// The same, for the steps that go on with the last allocation: they settle it themselves if it is another.
+    /// As [`lock_state`](Self::lock_state), for the steps that free or repeat the last allocation: they settle it
+    /// themselves if they concern another block.
     #[inline]
     pub(super) fn lock_unsettled(&self) -> SpinGuard<'_, DeviceState> {
         self.state.lock()
     }
 
-    /// One step under the device's lock. Trackers do not see its entries yet: [`report`](Self::report) shows them.
+    /// One step under the device's lock. Trackers do not see its entries yet: [`report`](Self::report) delivers them.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn change<R>(&self, step: impl FnOnce(&mut DeviceState) -> R) -> R {
         step(&mut self.lock_state())
     }
 
-    /// One step under the device's lock. Trackers see its entries, and all earlier ones, afterwards, with no lock held.
-    /// If one panics the caller does not get the result: `undo` takes it back, and returns what is to be dropped
-    /// without the lock.
+    /// One step under the device's lock. Afterwards trackers see its entries and all earlier ones, with no lock held.
+    /// If a tracker panics, the caller does not get the result: `undo` reverts the step, and returns a value to be
+    /// dropped without the lock.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn with<R, D>(
@@ -177,7 +178,7 @@ impl CachingDevice {
         if state.has_unreported() { self.show(state, result, undo) } else { result }
     }
 
-    /// The second half of [`with`](Self::with), where there are entries to show.
+    /// The second half of [`with`](Self::with), if there are entries for trackers.
     #[cold]
     pub(super) fn show<R, D>(
         &self,
@@ -200,8 +201,8 @@ impl CachingDevice {
         }
     }
 
-    /// Shows trackers the entries that they have not seen. Not by a thread that is on the slow path, and not by one
-    /// that unwinds: the next call does it.
+    /// Calls the trackers with the entries that they have not seen. Does nothing on a thread that holds the slow lock
+    /// or is unwinding: the next call does it.
     pub(super) fn report(&self) {
         self.with(|_| (), |_, ()| ());
     }
@@ -218,7 +219,7 @@ impl CachingDevice {
         SlowGuard { device: self, waited: guard.waited(), guard: Cell::new(Some(guard)) }
     }
 
-    /// Collects what history entries will say, before a lock is taken.
+    /// Collects the details for history entries, before a lock is taken.
     #[inline]
     pub(super) fn entry_details(&self, level: StackLevel) -> EntryDetails {
         self.history_flags.entry_details(level, self.observers(), self.driver())
@@ -253,7 +254,7 @@ impl CachingDevice {
         result
     }
 
-    /// Devices that may access the memory, beside this one.
+    /// Other devices that may access the memory.
     pub(super) fn peers(&self) -> Vec<DeviceId> {
         lock(&self.peers).clone()
     }
@@ -270,7 +271,7 @@ impl CachingDevice {
 
     /// The driver's handle of a stream, which must be of this device.
     pub(super) fn stream_raw(&self, stream: StreamId) -> Result<u64> {
-        // Unknown only before its first segment.
+        // Not in the heap before the stream's first segment.
         if let Some(raw) = self.read(|state| state.heap().stream_raw(stream)) {
             return Ok(raw);
         }
@@ -308,16 +309,16 @@ impl CachingDevice {
         CaptureSafe::begin(self.instance(), || !self.has_captures())
     }
 
-    /// The same around foreign code (an upstream), which may poll or begin captures itself: so captures are not held
-    /// off, and the thread is always put into relaxed mode.
+    /// As [`capture_safe`](Self::capture_safe), around user code (an upstream), which may poll or begin captures
+    /// itself. So captures are not blocked, and the thread is always put into relaxed mode.
     pub(super) fn relaxed_mode(&self) -> Result<RelaxedMode<'_>> {
         RelaxedMode::begin(self.driver())
     }
 }
 
-/// The right to allocate memory from the driver and to return it, one thread at a time. What happens meanwhile is shown
-/// to trackers by the first [`report`](CachingDevice::report) after it is dropped: they are called without any lock, so
-/// that they may call the allocator.
+/// The slow lock: one thread at a time may allocate memory from the driver or return it. Trackers see the entries by
+/// the first [`report`](CachingDevice::report) after it is dropped: they are called without any lock, so that they may
+/// call the allocator.
 #[must_use = "dropping it releases the lock"]
 pub(super) struct SlowGuard<'a> {
     device: &'a CachingDevice,
@@ -327,13 +328,13 @@ pub(super) struct SlowGuard<'a> {
 }
 
 impl SlowGuard<'_> {
-    /// Whether another thread held the lock, so that much may have changed.
+    /// Whether another thread held the lock before, so that the state may have changed.
     pub(super) fn waited(&self) -> bool {
         self.waited
     }
 
-    /// Runs user code without the lock. Another thread may be on the slow path meanwhile: only what is in transit, and
-    /// pools that this thread has entered, stay as they were.
+    /// Runs user code without the lock. Another thread may run the slow path meanwhile. Only blocks in transit, and
+    /// pools that this thread has entered, are sure to stay.
     pub(super) fn unlocked<R>(&self, user_code: impl FnOnce() -> R) -> R {
         drop(self.guard.take());
         let result = user_code();

@@ -7,11 +7,11 @@
 //!    This is the hot path: one lock, no driver call. A request like the last one, whose block was just freed, gets
 //!    that block without a search (`state/recent.rs`).
 //! 4. If none fits, the slow path (`slow_path.rs`) allocates memory from the driver or an upstream (`source/`).
-//! 5. Freed, a block that only its own stream used is merged with its free neighbours at once. Others wait for fences
-//!    in the streams that used them (`stream_fence/`).
+//! 5. A freed block that only its own stream used is merged with its free neighbours at once. Other blocks wait for
+//!    fences in the streams that used them (`stream_fence/`).
 //!
 //! User code (observers, hooks, upstreams, destructors) runs without any lock, and may panic: the panic reaches the
-//! caller, a block that was being allocated is freed, one that was being freed is.
+//! caller. A block that was being allocated is freed; a free that was under way completes.
 //!
 //! `heap/` has segments, blocks and free lists; `state/` has the data of one device, without driver calls;
 //! `device.rs` wraps it in locks; `calls/` has the public calls.
@@ -46,11 +46,11 @@ use crate::{Error, Instance, Result};
 pub struct CachingAllocator {
     shared: Arc<Shared>,
     devices: Box<[CachingDevice]>,
-    /// Off, every request is a driver call.
+    /// If false, every request is a driver call.
     caching: AtomicBool,
     bypass: Bypass,
     pool_ids: PoolIds,
-    /// Tells it from all other allocators of the process.
+    /// Identifies the allocator among all of the process.
     key: u64,
 }
 
@@ -71,14 +71,14 @@ impl CachingAllocator {
         }
     }
 
-    /// The settings in force; the default ones in a forked child.
+    /// The current settings; the defaults in a forked child.
     #[must_use]
     pub fn settings(&self) -> Arc<Settings> {
         self.shared.settings()
     }
 
     /// Changes the settings. Cached memory stays; expandable segments serve requests only while `expandable_segments`
-    /// is on. Memory fraction and cap stay as they were set first, or by the last call for them.
+    /// is on. Memory fraction and cap keep their initial values, or those of the last call that set them.
     pub fn set_settings(&self, settings: Settings) {
         if self.shared.instance().is_inherited() {
             return;
@@ -87,19 +87,19 @@ impl CachingAllocator {
         self.shared.set_settings(settings);
     }
 
-    /// Limits what is reserved on a device to `bytes`, beside the fraction; `None` is no limit.
+    /// Limits reserved memory on a device to `bytes`, in addition to the fraction; `None` is no limit.
     pub fn set_memory_cap(&self, device: DeviceId, bytes: Option<u64>) -> Result<()> {
         self.device(device)?.change_limits(|limits| limits.cap = bytes);
         Ok(())
     }
 
-    /// Turns caching off or on. Off, every request is a driver call and appears in no statistics; memory is
+    /// Turns caching off or on. While it is off, every request is a driver call and appears in no statistics. Memory is
     /// freed the way it was allocated. A free whose driver call fails is retried by later frees and by
     /// [`trim`](crate::memory::DeviceAllocator::trim).
     ///
-    /// A stream that captures is served by the cache all the same, from the graph's pool. Other memory that a capture
-    /// used and that is freed during it stays allocated until the pools of the graph are released; for a capture
-    /// without a private pool, until the allocator is trimmed outside of captures.
+    /// A capturing stream is still served from the cache, out of the graph's pool. Other memory that a capture used and
+    /// that is freed during it stays allocated until the pools of the graph are released; for a capture without a
+    /// private pool, until the allocator is trimmed outside of captures.
     pub fn set_caching(&self, on: bool) {
         self.caching.store(on, Ordering::Release);
     }
@@ -114,10 +114,10 @@ impl CachingAllocator {
         self.shared.stream_classes().set(&**self.shared.instance().driver(), stream, class);
     }
 
-    /// Checks every invariant of the state. Slow; for tests, while no other thread is at work.
+    /// Checks every invariant of the state. Slow. For tests, while no other thread uses the allocator.
     ///
     /// # Panics
-    /// If one does not hold.
+    /// If an invariant does not hold.
     pub fn check(&self) {
         if self.shared.instance().is_inherited() {
             return;
@@ -125,7 +125,7 @@ impl CachingAllocator {
         self.devices.iter().for_each(|device| device.read(state::DeviceState::check));
     }
 
-    /// How many streams and blocks were looked at so far to complete frees that captures deferred. For tests.
+    /// How many streams and blocks have been examined so far to complete deferred frees. For tests.
     #[doc(hidden)]
     pub fn deferred_steps(&self) -> u64 {
         self.devices.iter().map(|device| device.deferred_steps.load(Ordering::Relaxed)).sum()

@@ -1,7 +1,7 @@
 //! Pending frees: blocks that were freed while other streams may still use them. The mechanism is `stream_fence/`;
 //! this file connects it to this allocator's state and to frees that captures defer.
 //!
-//! Nothing here shows trackers what happened: the call does, once nothing is half done.
+//! Nothing here calls trackers: the public call does, once the state is consistent.
 //!
 //! "During a capture" means that a stream in question is capturing, not that some pool's scope is open.
 
@@ -56,7 +56,7 @@ impl FenceOwner for PendingFrees<'_> {
         self.device.change(|state| act(state.fences_mut()))
     }
 
-    // In one step: a thread that finds no fence left to wait for finds the blocks free.
+    // Both in one step: a thread that finds no fence left to wait for also finds the blocks free.
     fn complete(&self, passed: &Fence) {
         self.device.change(|state| state.complete_fence(passed, self.details));
     }
@@ -71,16 +71,16 @@ impl<'a> PendingFrees<'a> {
         Self { device, details }
     }
 
-    /// Completes the pending frees that can be: records fences that destructors or captures left, frees what captures
-    /// deferred, and polls the fences. Looks at a bounded number of those that have to wait longer, in turn. Must not
-    /// be called while the request's stream is capturing.
+    /// Completes the pending frees that are ready: records fences that destructors or captures left, completes deferred
+    /// frees, and polls the fences. Examines a bounded number of those that are not ready, round robin. Must not be
+    /// called while the request's stream is capturing.
     pub(super) fn process(&self) -> Result<()> {
         let left_over = self.device.read(|state| state.fences().has_unfenced() || state.has_deferred());
         let retried = if left_over { self.retry(PENDING_PER_CALL) } else { Ok(()) };
         retried.and(stream_fence::poll_some(self))
     }
 
-    /// The same, of all of them.
+    /// As [`process`](Self::process), for all pending frees.
     pub(super) fn process_all(&self) -> Result<()> {
         let retried = self.retry(usize::MAX);
         retried.and(stream_fence::poll(self))
@@ -96,7 +96,7 @@ impl<'a> PendingFrees<'a> {
         Ok(left_out)
     }
 
-    /// Waits until every pending free is completed, but for those that captures hold back.
+    /// Waits until every pending free is completed, except those that wait for a capture.
     pub(super) fn wait(&self) -> Result<()> {
         self.device.change(|state| state.counters_mut().sync_all_streams());
         let retried = self.retry(usize::MAX);
@@ -104,7 +104,7 @@ impl<'a> PendingFrees<'a> {
     }
 
     /// Starts to complete the free of a block that other streams used: records fences in them, or, if a capture forbids
-    /// that, defers the free. What fails is retried by later calls.
+    /// that, defers the free. Failures are retried by later calls.
     pub(super) fn fence_or_defer(&self, block: BlockKey) -> Result<()> {
         let streams: Vec<StreamId> = self.device.read(|state| state.heap().streams_of(block).collect());
         let refuses = |&stream: &StreamId| match self.device.capture_status(stream) {
@@ -122,12 +122,12 @@ impl<'a> PendingFrees<'a> {
             }
         };
         let Some(capturing) = refused else {
-            // Whatever used it in a capture was joined when that ended.
+            // Uses in a capture were joined when the capture ended.
             self.device.change(|state| state.clear_uses_in_capture(block));
             return stream_fence::fence(self, block);
         };
-        // The graph orders the uses that were captured. Uses from before need fences in their streams, after the
-        // capture.
+        // The graph orders the captured uses. Uses from before the capture need fences in their streams, after it has
+        // ended.
         let by_graph = self
             .device
             .read(|state| state.policy().reuse_in_capture && state.heap().block(block).unfenced_streams().is_empty());
@@ -138,7 +138,7 @@ impl<'a> PendingFrees<'a> {
         Ok(())
     }
 
-    /// As [`fence_or_defer`](Self::fence_or_defer), without a driver call: the next call does it.
+    /// As [`fence_or_defer`](Self::fence_or_defer), without a driver call: left to the next call.
     pub(super) fn fence_later(&self, block: BlockKey) {
         stream_fence::fence_later(self, block);
     }
@@ -149,7 +149,7 @@ impl<'a> PendingFrees<'a> {
         if !self.device.read(|state| state.policy().reuse_in_capture) {
             return Ok(());
         }
-        // Destructors did not look up which nodes their frees come after.
+        // Destructors did not look up the last nodes for their frees.
         self.retry_unfenced(PENDING_PER_CALL)?;
         if !self.device.read(|state| state.has_captured_frees(stream)) {
             return Ok(());
@@ -159,7 +159,7 @@ impl<'a> PendingFrees<'a> {
         Ok(())
     }
 
-    /// Retries what destructors, errors and captures left, until so many of each kind have to wait longer.
+    /// Retries the frees that destructors, errors and captures left, until `stay_max` of each kind are still not ready.
     fn retry(&self, stay_max: usize) -> Result<()> {
         let fenced = self.retry_unfenced(stay_max);
         fenced.and(self.retry_deferred(stay_max))

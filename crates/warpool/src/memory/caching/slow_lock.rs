@@ -1,8 +1,7 @@
-//! The right to run the slow path: a mutex that is never poisoned, and that can tell whether the calling thread holds
-//! it.
+//! The lock of the slow path: a mutex without poisoning that can tell whether the calling thread holds it.
 //!
-//! No user code runs while it is held, except that the driver may be anybody's. A panic under it releases it; guards in
-//! `source/` put back what was in transit.
+//! No user code runs while it is held, except a user's driver. A panic under it releases it; guards in `source/` put
+//! back what was in transit.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, TryLockError};
@@ -10,8 +9,8 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 use crate::lock;
 
 thread_local! {
-    /// Its address identifies the thread. It has no destructor, so it exists also while those of other thread-locals
-    /// run and drop blocks.
+    /// Its address identifies the thread. It has no destructor, so it is valid while destructors of other thread-locals
+    /// drop blocks.
     static THREAD: u8 = const { 0 };
 }
 
@@ -34,10 +33,10 @@ pub(super) struct SlowLockGuard<'a> {
 }
 
 impl SlowLock {
-    /// Locks it, also after a panic of another holder.
+    /// Locks it, even after a panic of another holder.
     ///
     /// # Panics
-    /// If the calling thread holds it already.
+    /// If the calling thread already holds it.
     pub(super) fn lock(&self) -> SlowLockGuard<'_> {
         assert!(!self.is_held_by_this_thread(), "the slow path must not be entered twice by one thread");
         let (guard, waited) = match self.mutex.try_lock() {
@@ -56,7 +55,7 @@ impl SlowLock {
 }
 
 impl SlowLockGuard<'_> {
-    /// Whether another thread held it, so that much may have changed.
+    /// Whether another thread held it before, so that the state may have changed.
     pub(super) fn waited(&self) -> bool {
         self.waited
     }

@@ -1,13 +1,13 @@
-//! The slow path of an allocation, when no cached block fits. Each retry is made only if the ones before did not help.
+//! The slow path of an allocation, when no cached block fits. Each step is taken only if the ones before did not help.
 //!
-//! 0. With pending frees on many streams, all fences of the stream's blocks are polled, and another search.
-//! 1. Pressure callbacks, without any lock; if one freed something, another search.
-//! 2. Garbage collection of old segments, if it is enabled.
-//! 3. A new segment.
-//! 4. Free blocks of pools with `use_on_oom`, for requests to the default pool.
-//! 5. Release of oversize segments of the stream, just enough; then a new segment.
-//! 6. Unless the stream captures: wait for all fences, release everything cached; then a new segment.
-//! 7. An out-of-memory report.
+//! 0. With pending frees on many streams: poll all fences of the stream's blocks, then search again.
+//! 1. Call the pressure callbacks, without any lock; if one freed something, search again.
+//! 2. Garbage-collect old segments, if that is enabled.
+//! 3. Allocate a new segment.
+//! 4. For requests to the default pool: take a free block of a pool with `use_on_oom`.
+//! 5. Release oversize segments of the stream, just enough; then allocate a new segment.
+//! 6. Unless the stream is capturing: wait for all fences, release everything cached; then allocate a new segment.
+//! 7. Report out of memory.
 //!
 //! From the second step on the device's slow lock is held: one thread at a time allocates from the driver, and no other
 //! thread's search waits for it. It is released while an upstream is called.
@@ -50,7 +50,7 @@ pub(super) fn allocate(
     if slow.waited()
         && let Some(found) = search()
     {
-        // The thread that held the lock left something that fits.
+        // The thread that held the lock before left a block that fits.
         return Ok(found);
     }
     let outcome = allocate_locked(&slow, request, capturing, details);
@@ -95,7 +95,7 @@ fn allocate_locked(
     Ok(source::allocate(slow, request, details)?.map(allocate))
 }
 
-/// Counts a failed request, calls the observers, and makes the error.
+/// Counts a failed request, calls the observers, and builds the error.
 fn out_of_memory(
     device: &CachingDevice,
     request: &BlockRequest,

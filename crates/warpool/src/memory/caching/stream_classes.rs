@@ -1,8 +1,7 @@
 //! Classes of streams, which decide the sizes of their expandable segments.
 //!
-//! Nothing here is told when a stream is destroyed. So whenever there are twice as many classes as after the last
-//! check, the driver is asked which streams still exist: a call costs the same on average however many streams there
-//! were.
+//! There is no notification when a stream is destroyed. So whenever the number of entries has doubled since the last
+//! check, the driver is asked which streams still exist: the amortized cost of a call is constant.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -11,7 +10,7 @@ use warpool_driver::{Driver, ErrorCode, StreamId};
 
 use crate::lock;
 
-/// The first check is made at twice as many.
+/// The first check is made at twice this number.
 const CHECKED_MIN: usize = 32;
 
 #[derive(Default)]
@@ -30,7 +29,7 @@ impl StreamClasses {
         lock(&self.0).by_stream.get(&stream).cloned()
     }
 
-    /// Sets the class of a stream; an empty one removes it. Now and then, removes those of destroyed streams.
+    /// Sets the class of a stream; an empty one removes it. Occasionally removes the classes of destroyed streams.
     pub(super) fn set(&self, driver: &dyn Driver, stream: StreamId, class: &str) {
         let to_check = lock(&self.0).set(stream, class);
         if to_check.is_empty() {
@@ -45,7 +44,7 @@ impl StreamClasses {
 }
 
 impl Classes {
-    /// Returns the streams to be checked, mostly none.
+    /// Returns the streams to be checked, usually none.
     fn set(&mut self, stream: StreamId, class: &str) -> Vec<StreamId> {
         if class.is_empty() {
             self.by_stream.remove(&stream);
@@ -77,7 +76,7 @@ mod tests {
 
     use super::*;
 
-    /// Issue 12: the classes of streams that were destroyed stayed for ever.
+    /// Issue 12: the classes of destroyed streams were never removed.
     #[test]
     fn classes_of_destroyed_streams_are_removed() {
         let driver = Counting::new(Arc::new(SimDriver::new(SimConfig::default())));

@@ -1,4 +1,4 @@
-//! A cap on what is allocated.
+//! A cap on allocated bytes.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -14,15 +14,15 @@ use crate::{Error, Result, lock};
 /// An allocator that caps the bytes allocated through it, on all devices together, by requested size.
 ///
 /// A request beyond the cap is [`Error::OutOfMemory`] with the cause [`OomCause::Cap`]. The inner allocator is not
-/// called, but its out-of-memory observers are. What it caches does not count: the memory fraction limits that.
+/// called, but its out-of-memory observers are. Its cached memory does not count: the memory fraction limits that.
 pub struct Limited {
     inner: Arc<dyn DeviceAllocator>,
     bytes_cap: u64,
     table: Mutex<Table>,
 }
 
-/// What is allocated through the decorator. Blocks allocated past it are not here, and do not count when they are freed
-/// through it.
+/// The blocks that were allocated through the decorator. Blocks allocated directly from the inner allocator are not
+/// here, and do not count when they are freed through it.
 #[derive(Default)]
 struct Table {
     live: FxHashMap<u64, Allocation>,
@@ -36,13 +36,13 @@ impl Table {
             return;
         }
         self.bytes += allocation.bytes_requested;
-        // A block at the same address was freed past the decorator.
+        // A block at the same address was freed directly by the inner allocator.
         if let Some(stale) = self.live.insert(allocation.ptr.0, allocation) {
             self.bytes -= stale.bytes_requested;
         }
     }
 
-    /// Removes a block before the inner allocator frees it, since from then on the address may be allocated again.
+    /// Removes a block before the inner allocator frees it, since afterwards the address may be allocated again.
     fn remove(&mut self, free: FreeCall) -> Option<Allocation> {
         let live = *self.live.get(&free.ptr().0)?;
         if free.allocation().is_some_and(|allocation| allocation != live) {
@@ -68,13 +68,13 @@ impl Drop for InFlight<'_> {
 }
 
 impl Limited {
-    /// At most `bytes_cap` bytes of `inner`.
+    /// A decorator of `inner` that allows at most `bytes_cap` bytes.
     #[must_use]
     pub fn new(inner: Arc<dyn DeviceAllocator>, bytes_cap: u64) -> Self {
         Self { inner, bytes_cap, table: Mutex::default() }
     }
 
-    /// The cap.
+    /// The cap in bytes.
     #[must_use]
     pub fn bytes_cap(&self) -> u64 {
         self.bytes_cap
@@ -89,7 +89,7 @@ impl Limited {
         lock(&self.table).bytes
     }
 
-    /// Counts `bytes` as in flight. The error is what counts already, if the cap would be exceeded.
+    /// Counts `bytes` as in flight. If the cap would be exceeded, the error is the number of bytes that count already.
     fn reserve_quota(&self, bytes: u64) -> std::result::Result<InFlight<'_>, u64> {
         let mut table = lock(&self.table);
         let counted = table.bytes + table.in_flight_bytes;

@@ -1,9 +1,9 @@
-//! Decorators: allocators around allocators, each of which adds one thing, as RMM's resource adaptors do. [`Limited`]
-//! caps what is allocated through it, [`Traced`] passes every call to a function.
+//! Decorators: allocators that wrap another allocator and add one thing, as RMM's resource adaptors do. [`Limited`]
+//! caps the allocated bytes, [`Traced`] passes every call to a function.
 //!
-//! They nest: `Traced::new(Arc::new(Limited::new(caching, cap)), log)`. A block remembers the outermost allocator, the
-//! one that it was requested from, so its free passes through all decorators. Private pools belong to the innermost
-//! one, and calls about them go straight there.
+//! They nest: `Traced::new(Arc::new(Limited::new(caching, cap)), log)`. A block keeps the outermost allocator, the one
+//! that it was requested from, so its free passes through all decorators. Private pools belong to the innermost
+//! allocator, and calls about them go directly there.
 
 mod limited;
 mod traced;
@@ -23,18 +23,18 @@ use crate::{Error, Instance, Result};
 pub use limited::Limited;
 pub use traced::Traced;
 
-/// An allocator around another one. Every implementation is a [`DeviceAllocator`]: methods that are not here are
-/// forwarded.
+/// An allocator that wraps another one. Every implementation is a [`DeviceAllocator`]: methods that are not listed here
+/// are forwarded.
 ///
 /// # Safety
-/// What [`on_allocate`](Self::on_allocate) returns keeps the promises of a [`DeviceAllocator`]. What the inner one has
-/// returned for the same request does.
+/// The result of [`on_allocate`](Self::on_allocate) must satisfy the contract of [`DeviceAllocator`]. The inner
+/// allocator's result for the same request does.
 #[expect(unsafe_code, reason = "nothing can check what an implementation returns")]
 pub unsafe trait Decorator: fmt::Debug + Send + Sync {
     /// What [`DeviceAllocator::name`] returns.
     fn decorator_name(&self) -> &'static str;
 
-    /// The allocator that it is around.
+    /// The wrapped allocator.
     fn inner(&self) -> &Arc<dyn DeviceAllocator>;
 
     /// Replaces [`allocate_raw`](DeviceAllocator::allocate_raw).
@@ -48,7 +48,7 @@ pub unsafe trait Decorator: fmt::Debug + Send + Sync {
     }
 
     /// Runs after each call that [`AllocatorCall`] lists, with its error if it failed. If it panics, a block that was
-    /// allocated is freed, and one that was freed is.
+    /// just allocated is freed, and a free stays done.
     fn after(&self, call: &AllocatorCall, error: Option<&Error>) {
         let _ = (call, error);
     }
@@ -86,7 +86,7 @@ impl FreeCall {
         }
     }
 
-    /// Makes the same call of `allocator`.
+    /// Makes the same call on `allocator`.
     pub fn forward(self, allocator: &dyn DeviceAllocator) -> Result<()> {
         match self {
             Self::Raw(ptr) => allocator.free_raw(ptr),
@@ -131,7 +131,7 @@ pub enum AllocatorCall {
     },
 }
 
-/// In a thread that unwinds, a panic of [`after`](Decorator::after) ends here.
+/// If the thread is already unwinding, a panic of [`after`](Decorator::after) is caught here.
 fn finish<T>(decorator: &impl Decorator, call: &AllocatorCall, outcome: Result<T>) -> Result<T> {
     let error = outcome.as_ref().err();
     if std::thread::panicking() {
@@ -149,7 +149,7 @@ fn free(decorator: &impl Decorator, free: FreeCall) -> Result<()> {
     finish(decorator, &AllocatorCall::Free(free), decorator.on_free(free))
 }
 
-/// Methods that only the inner allocator answers.
+/// Methods that are forwarded to the inner allocator.
 macro_rules! forward {
     ($($method:ident($($arg:ident: $ty:ty),*) -> $ret:ty;)*) => {$(
         fn $method(&self, $($arg: $ty),*) -> $ret {
@@ -169,7 +169,7 @@ unsafe impl<D: Decorator> DeviceAllocator for D {
         self.instance().expect_own_process("allocate")?;
         let outcome = self.on_allocate(request);
         let allocation = outcome.as_ref().ok().copied();
-        // After a panic nobody has the block.
+        // After a panic no caller owns the block.
         let unwinds = OnUnwind::new(|| {
             call_each(allocation, |allocation| drop(self.on_free(FreeCall::Dropped(allocation))));
         });

@@ -8,7 +8,7 @@ use crate::Error;
 use crate::memory::DeviceAllocator;
 
 /// An allocator that passes every allocation, free, recorded use and trim to a function: for logs, counters and
-/// profilers. Calls about private pools are not seen.
+/// profilers. Calls about private pools are not reported.
 pub struct Traced {
     inner: Arc<dyn DeviceAllocator>,
     on_call: OnCall,

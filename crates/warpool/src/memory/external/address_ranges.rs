@@ -1,5 +1,5 @@
-//! The address ranges that an external allocator has handed out, on all devices. Its results are untrusted input: an
-//! overlap is an error.
+//! The address ranges that an external allocator has returned and not freed, on all devices. Its results are untrusted
+//! input: an overlap is an error.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -18,7 +18,7 @@ impl AddressRanges {
     pub(in crate::memory) fn insert(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
         let mut ranges = lock(&self.0);
         let end = ptr.0.checked_add(bytes).filter(|_| !ptr.is_null()).ok_or(Error::ExternalAddress { ptr, bytes })?;
-        // Of all ranges that start before its end, only the last can reach into it.
+        // Among the ranges that start before its end, only the last can overlap it.
         if let Some((&start, &length)) = ranges.range(..end).next_back()
             && start + length > ptr.0
         {
@@ -28,7 +28,7 @@ impl AddressRanges {
         Ok(())
     }
 
-    /// Removes a range. To be called before the external allocator frees it: from then on it may return the address
+    /// Removes a range. Call it before the external allocator frees the memory: after that it may return the address
     /// again.
     pub(in crate::memory) fn remove(&self, ptr: DevicePtr) {
         lock(&self.0).remove(&ptr.0);

@@ -42,7 +42,8 @@ pub struct FnAllocator {
 }
 
 impl FnAllocator {
-    /// Memory from `allocate`, freed by `free`. See [`ExternalAllocator`] for their arguments.
+    /// An allocator whose memory comes from `allocate` and is freed by `free`. See [`ExternalAllocator`] for their
+    /// arguments.
     pub fn new(
         allocate: impl Fn(u64, DeviceId, RawStream) -> Result<Option<DevicePtr>> + Send + Sync + 'static,
         free: impl Fn(DevicePtr, u64, DeviceId, RawStream) -> Result<()> + Send + Sync + 'static,

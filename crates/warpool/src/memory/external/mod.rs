@@ -1,8 +1,8 @@
 //! External allocators: device memory from a user's functions. A Rust type, closures ([`FnAllocator`]) or C functions
 //! written for PyTorch's `CUDAPluggableAllocator` (the crate `warpool-external`).
 //!
-//! [`PluggableAllocator`](super::PluggableAllocator) is a device allocator over one; [`ExternalUpstream`] makes one the
-//! upstream of a pool of the caching allocator.
+//! [`PluggableAllocator`](super::PluggableAllocator) is a device allocator that uses one; [`ExternalUpstream`] makes
+//! one the upstream of a pool of the caching allocator.
 
 mod address_ranges;
 mod fn_allocator;
@@ -20,16 +20,16 @@ pub use upstream::ExternalUpstream;
 /// A user's allocator of device memory: two required functions and optional hooks, those of PyTorch's pluggable
 /// allocator ABI.
 ///
-/// - Every method may be called from any thread, also concurrently.
-/// - No lock of Warpool is held during a call, and the calling thread is in the relaxed capture mode: the driver calls
-///   that a method makes invalidate no capture.
+/// - Every method may be called from any thread, and concurrently.
+/// - No lock of Warpool is held during a call, and the calling thread is in the relaxed capture mode: driver calls of
+///   the method do not invalidate captures.
 /// - A panic propagates to the caller of the allocator. The allocation table stays consistent; memory that was being
 ///   freed counts as freed by a [`PluggableAllocator`](super::PluggableAllocator), and not by an [`ExternalUpstream`].
 pub trait ExternalAllocator: Send + Sync {
     /// Allocates `bytes` of device memory, more than 0, for work on `stream`. `None` and the null address mean out of
-    /// memory. Memory that reaches the end of the address space or overlaps what is allocated is an error.
+    /// memory. Memory that reaches the end of the address space or overlaps a live allocation is an error.
     ///
-    /// Earlier work of that stream, and of no other, may still use the memory: stream order has to protect it.
+    /// Earlier work of that stream, but of no other, may still use the memory: the allocator may rely on stream order.
     fn allocate(&self, bytes: u64, device: DeviceId, stream: RawStream) -> Result<Option<DevicePtr>>;
 
     /// Frees what [`allocate`](Self::allocate) returned, with the same size, device and stream. Work of that stream may
@@ -47,10 +47,10 @@ pub trait ExternalAllocator: Send + Sync {
     }
 
     /// Returns cached memory to the driver. Called when the allocator is trimmed, and before a failed request is
-    /// retried; not while a stream captures, since it may synchronize the device.
+    /// retried; not while a stream is capturing, since it may synchronize the device.
     fn reset(&self) {}
 
-    /// The fraction of the device's memory that may be used was set. Warpool enforces it in any case.
+    /// Called when the memory fraction of a device was set. Warpool enforces it anyway.
     fn memory_fraction(&self, fraction: f64, device: DeviceId) {
         let _ = (fraction, device);
     }
@@ -61,25 +61,26 @@ pub trait ExternalAllocator: Send + Sync {
         None
     }
 
-    /// `stream` uses the memory at `ptr` too. [`Handled::Yes`] promises not to reuse the memory, once freed, before the
-    /// work that is in that stream by then has completed. Otherwise Warpool delays the free until then.
+    /// Called when `stream` uses the memory at `ptr` too. [`Handled::Yes`] promises that freed memory is not reused
+    /// before the work that the stream holds at the free is done. Otherwise Warpool delays the free until then.
     fn record_stream(&self, ptr: DevicePtr, stream: RawStream) -> Handled {
         let _ = (ptr, stream);
         Handled::No
     }
 
-    /// Requests are routed to a pool from here on. Warpool decides which ones, and keeps the pool of every block.
+    /// Called when requests are routed to a pool from now on. Warpool decides which ones, and records the pool of every
+    /// block.
     fn begin_pool(&self, device: DeviceId, pool: MemPoolId) {
         let _ = (device, pool);
     }
 
-    /// Routing to the pool ended.
+    /// Called when routing to the pool ended.
     fn end_pool(&self, device: DeviceId, pool: MemPoolId) {
         let _ = (device, pool);
     }
 
-    /// The pool has lost its last user. Called as often as [`begin_pool`](Self::begin_pool) was, for allocators that
-    /// count.
+    /// Called when the pool has no users any more. It is called as often as [`begin_pool`](Self::begin_pool) was, for
+    /// allocators that count.
     fn release_pool(&self, device: DeviceId, pool: MemPoolId) {
         let _ = (device, pool);
     }
@@ -97,7 +98,7 @@ pub struct RawStream {
 /// The allocation that contains some address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BaseAllocation {
-    /// Where it starts.
+    /// Its first address.
     pub ptr: DevicePtr,
     /// Its size, if known.
     pub bytes: Option<u64>,
@@ -106,8 +107,8 @@ pub struct BaseAllocation {
 /// Whether an external allocator handles a recorded use itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Handled {
-    /// It does.
+    /// The external allocator delays the reuse itself.
     Yes,
-    /// Warpool has to.
+    /// Warpool has to delay the free.
     No,
 }

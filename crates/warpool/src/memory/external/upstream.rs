@@ -1,4 +1,4 @@
-//! An external allocator as the upstream of one pool: the caching allocator is on top.
+//! An external allocator as the upstream of one pool of the caching allocator.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -11,13 +11,13 @@ use crate::memory::Upstream;
 use crate::unwind::OnUnwind;
 use crate::{Instance, Result, lock};
 
-/// Where a pool of a [`CachingAllocator`](crate::memory::CachingAllocator) gets its segments from, by
-/// [`PoolOptions::upstream`](crate::memory::PoolOptions::upstream): an external allocator. It sees the sizes of
-/// segments, not of requests. Of its hooks only `init` is called: the caching allocator does the rest.
+/// An external allocator as the upstream of a pool of a [`CachingAllocator`](crate::memory::CachingAllocator), set by
+/// [`PoolOptions::upstream`](crate::memory::PoolOptions::upstream). It sees the sizes of segments, not of requests.
+/// `init` is the only hook that is called: the caching allocator does the rest.
 pub struct ExternalUpstream {
     instance: Instance,
     external: Arc<dyn ExternalAllocator>,
-    /// The stream of each segment: it may have been destroyed when the segment is freed.
+    /// The stream of each segment. The stream may be destroyed by the time the segment is freed.
     streams: Mutex<FxHashMap<u64, RawStream>>,
     ranges: AddressRanges,
 }
@@ -47,7 +47,7 @@ impl Upstream for ExternalUpstream {
     }
 
     fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: StreamId) -> Result<()> {
-        // Before the call: from then on the external allocator may return the address again.
+        // Removed before the call: after it the external allocator may return the address again.
         let recorded = lock(&self.streams).remove(&ptr.0);
         let stream = recorded.map_or_else(|| self.raw(stream), Ok)?;
         self.ranges.remove(ptr);

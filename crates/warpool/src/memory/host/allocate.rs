@@ -1,7 +1,7 @@
 //! How a block is allocated, used and freed.
 //!
-//! The hot path is [`Shared::allocate`] if the thread's front cache has a block, and [`Shared::free_now`] if nothing
-//! about the block is unusual: one lock each, no driver call, and no counter that threads share.
+//! The hot path is [`Shared::allocate`] if the thread's front cache has a block, and [`Shared::free_now`] if no flag of
+//! the block is set: one lock each, no driver call, and no counter that threads share.
 
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ impl Shared {
         }
     }
 
-    /// A block of the thread's front cache, if nothing else is to be done.
+    /// A block of the thread's front cache, if no other work is due.
     #[inline]
     pub(super) fn allocate_cached(&self, bytes: u64, device: Option<DeviceId>) -> Option<HostBlock> {
         if !(1..=BYTES_MAX).contains(&bytes) || !self.history.is_off() || self.instance.is_inherited() {
@@ -46,7 +46,7 @@ impl Shared {
         Some(HostBlock::new(block))
     }
 
-    /// The same if the thread's front cache has no block, or the request is recorded.
+    /// The general path: the thread's front cache has no block, or the request is recorded in the history.
     #[cold]
     fn allocate_general(self: &Arc<Self>, bytes: u64, device: Option<DeviceId>) -> Result<HostBlock> {
         self.instance.expect_own_process("allocate")?;
@@ -59,7 +59,7 @@ impl Shared {
         block
     }
 
-    /// Memory for work on `stream`: from the graph's pool, if it captures.
+    /// Memory for work on `stream`, from the graph's pool if the stream is capturing.
     pub(super) fn allocate_on(self: &Arc<Self>, bytes: u64, stream: &Stream) -> Result<HostBlock> {
         self.instance.expect_same(stream.instance(), "the stream")?;
         self.instance.expect_own_process("allocate")?;
@@ -115,14 +115,14 @@ impl Shared {
         }
     }
 
-    /// The thread's cache has no block. Processes pending frees; then searches its own shard of the heap, the caches of
-    /// other threads, and the other shards; once more with the blocks of the thread's cache, then of all caches; then
-    /// pins a segment.
+    /// The slow path, if the thread's cache has no block. Processes pending frees. Then searches the thread's shard of
+    /// the heap, the caches of other threads, and the other shards. Repeats the search after merging the blocks of the
+    /// thread's cache, then those of all caches. At last pins a segment.
     #[cold]
     fn find_slow(self: &Arc<Self>, home: usize, fit: &Fit, details: &Details) -> Result<Arc<PinnedBlock>> {
         self.background.start(self);
         self.pin_reserve(home, details);
-        // An error of some stream does not matter if there is memory. If there is none, it may be the reason: blocks
+        // An error in some stream is ignored if there is memory. If there is none, the error may be the cause: blocks
         // that wait for the stream are not free.
         let processed = self.process_pending_recorded(details);
         if let Some(block) = self.front.take(home, fit) {
@@ -152,7 +152,7 @@ impl Shared {
         Ok(block)
     }
 
-    /// The cached blocks that may make a free range for the request when they are merged.
+    /// The kind of cached blocks whose merging may produce a free range for the request.
     fn helpful_to(&self, fit: &Fit) -> Kind {
         // Small and large requests share only the reserved segment.
         if self.heap.has_reserve() {
@@ -216,13 +216,13 @@ impl Shared {
 
     /// Frees a block, with driver calls if it needs any.
     pub(super) fn free(block: Arc<PinnedBlock>) -> Result<()> {
-        // The state is reached through the block, which is moved on. Cloning the block's count is uncontended, unlike
+        // The state is borrowed from the block, which is passed on. Cloning the block's `Arc` is uncontended, unlike
         // the state's.
         let keep = Arc::clone(&block);
         keep.shared().free_own(block)
     }
 
-    /// The same for one of this allocator's own blocks.
+    /// As [`free`](Self::free), for a block of this allocator.
     #[inline]
     pub(super) fn free_own(&self, block: Arc<PinnedBlock>) -> Result<()> {
         if self.instance.is_inherited() {
@@ -237,8 +237,8 @@ impl Shared {
         }
     }
 
-    /// Frees one of this allocator's own blocks, if it goes to its front cache and nothing else is to be done. Returns
-    /// it, and nothing has changed, if it takes more.
+    /// Frees a block of this allocator into its front cache, if no other work is due. Otherwise returns the block, and
+    /// nothing has changed.
     #[inline]
     pub(super) fn free_cached(&self, block: Arc<PinnedBlock>) -> std::result::Result<(), Arc<PinnedBlock>> {
         if block.flags() != 0 || !self.history.is_off() || self.instance.is_inherited() || !self.keeps(&block) {
@@ -254,7 +254,7 @@ impl Shared {
         }
     }
 
-    /// The cache has no room for a block that is kept.
+    /// The front cache has no room for a block that is to be kept.
     #[cold]
     fn merge_cold(&self, block: Arc<PinnedBlock>) {
         self.merge(&[block]);
@@ -290,7 +290,7 @@ impl Shared {
         outcome
     }
 
-    /// Frees a block in a destructor: driver calls are left to the next call.
+    /// Frees a block in a destructor. Driver calls are left to the next call.
     #[inline(never)]
     pub(super) fn free_later(block: Arc<PinnedBlock>) {
         let keep = Arc::clone(&block);
@@ -316,7 +316,7 @@ impl Shared {
         details.finish();
     }
 
-    /// First half of a free that is not the hot path. Returns whether the block must wait.
+    /// First half of a free that is not on the hot path. Returns whether the block must wait.
     fn begin_free(&self, block: &PinnedBlock, details: &Details) -> bool {
         self.history.record_free(Action::FreeRequested, block, details);
         let waits = block.flags() & USED != 0 && !crate::defect::Defect::HostReusesBeforeCopy.is_on();

@@ -1,7 +1,8 @@
-//! A thread that processes pending frees, so that requests need not. Optional: `pinned_use_background_threads`.
+//! A background thread that processes pending frees, so that requests need not. Optional:
+//! `pinned_use_background_threads`.
 //!
-//! It sleeps while no free is pending, and polls every 100 microseconds otherwise; less often after an error. It keeps
-//! nothing alive: it ends with the allocator.
+//! It sleeps while no free is pending, and polls every 100 microseconds otherwise; less often after an error. It does
+//! not keep the allocator alive, and ends with it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -56,7 +57,7 @@ impl Signal {
         !state.stop
     }
 
-    /// Sleeps for `interval`, whether there is work or not. Returns `false` to stop, at once.
+    /// Sleeps for `interval`, whether there is work or not. Returns `false` at once if the thread is to stop.
     fn sleep(&self, interval: Duration) -> bool {
         let slept = self.changed.wait_timeout_while(lock(&self.state), interval, |state| !state.stop);
         !slept.unwrap_or_else(PoisonError::into_inner).0.stop
@@ -64,7 +65,8 @@ impl Signal {
 }
 
 impl BackgroundThread {
-    /// Enabled, it starts with the next request that finds nothing cached; disabled, it ends.
+    /// Enables or disables the thread. It starts with the next request that finds nothing cached, and ends when
+    /// disabled.
     pub(super) fn set_enabled(&self, enabled: bool) {
         self.enabled.store(enabled, Ordering::Release);
         if !enabled {
@@ -94,7 +96,7 @@ impl BackgroundThread {
         }
     }
 
-    /// There is work.
+    /// Tells the thread that there is work.
     pub(super) fn wake(&self) {
         if self.enabled.load(Ordering::Acquire)
             && let Some(running) = &*lock(&self.running)
@@ -116,8 +118,8 @@ fn run(signal: &Signal, shared: &Weak<Shared>) {
     while signal.wait_for_work() {
         loop {
             let Some(shared) = shared.upgrade() else { return };
-            // A panic of an observer has been reported by the panic hook. The thread goes on, or nobody would process
-            // the next frees.
+            // A panic of an observer has been reported by the panic hook. The thread continues, or later frees would
+            // not be processed.
             let processed = catch_unwind(AssertUnwindSafe(|| shared.process_pending()));
             let outcome = processed.unwrap_or_else(|panic| {
                 std::mem::forget(panic);
@@ -132,7 +134,7 @@ fn run(signal: &Signal, shared: &Weak<Shared>) {
             if let Err(error) = outcome
                 && logged.as_ref() != Some(&error)
             {
-                // Once: a failed stream keeps failing, and requests report it too.
+                // Warn once: a failed stream keeps failing, and requests report the error too.
                 tracing::warn!(%error, "pending frees of pinned memory could not be processed; they are retried");
                 logged = Some(error);
             }

@@ -1,8 +1,8 @@
-//! Blocks: [`HostBlock`], which its owner has, and [`PinnedBlock`] inside, which moves between owners and caches
-//! without a new allocation.
+//! Blocks: the owning handle [`HostBlock`], and [`PinnedBlock`] inside, which moves between owners and caches without a
+//! heap allocation.
 //!
-//! The hot path reads one number of a block: its flags, nonzero if anything about it is unusual. The rest of its usage
-//! is behind the block's own lock, which is a leaf.
+//! The hot path reads only the block's flags, which are nonzero if it needs special treatment. The rest of its usage is
+//! protected by the block's own lock, which is a leaf.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -30,13 +30,13 @@ pub(super) enum PinnedState {
     /// In a cache, or about to be merged.
     Free,
     Allocated,
-    /// Freed, and streams or graphs may still use it.
+    /// Pending free: streams or graphs may still use it.
     PendingFree,
-    /// Merged into the free ranges of the heap: the block no longer exists.
+    /// Merged into the free ranges of the heap; the block no longer exists.
     Merged,
 }
 
-/// What a new block belongs to.
+/// The allocator and shard that a new block belongs to.
 #[derive(Clone, Copy)]
 pub(super) struct BlockOwner<'a> {
     pub(super) shared: &'a Arc<Shared>,
@@ -44,8 +44,8 @@ pub(super) struct BlockOwner<'a> {
     pub(super) shard: usize,
 }
 
-/// The reference to the allocator's state that the blocks of one shard have in common. Making or dropping a block
-/// counts here, on cache lines that only threads of this shard write, and not in the one counter of the state.
+/// The reference to the allocator's state that the blocks of one shard share. Creating or dropping a block changes this
+/// reference count, on cache lines that only threads of this shard write, and not the count of the state.
 #[repr(align(128))]
 pub(super) struct StateRef(Arc<Shared>);
 
@@ -65,7 +65,7 @@ pub(super) struct PinnedBlock {
     /// The shard of its segment. Only a segment without blocks moves to another.
     shard: u32,
     device: DeviceId,
-    /// The size class of its size, if that is one.
+    /// Its size class, if its size is that of a class.
     class: Option<u8>,
     state: AtomicU8,
     flags: AtomicU8,
@@ -75,21 +75,21 @@ pub(super) struct PinnedBlock {
     pub(super) usage: Mutex<Usage>,
 }
 
-/// What is unusual about a block.
+/// The usage of a block that its flags summarize.
 #[derive(Default)]
 pub(super) struct Usage {
     pub(super) streams: StreamUses,
     /// How many graph pools use it at every replay.
     pub(super) graphs: u32,
-    /// A graph that Warpool does not know uses it: it is never reused.
+    /// Whether an unknown graph uses it; it is never reused then.
     pub(super) in_foreign_graph: bool,
     /// The graph pool that it was allocated from.
     pub(super) pool: Option<GraphPoolKey>,
     pub(super) stack: Option<Stack>,
 }
 
-/// Names a graph's pool: the device allocator's address, and its pool. Graphs keep the allocator, so the address is
-/// unique as long as the pool exists.
+/// Identifies a graph's pool by the address of the device allocator and the pool id. Graphs keep the allocator alive,
+/// so the address is unique as long as the pool exists.
 pub(super) type GraphPoolKey = (usize, DeviceId, MemPoolId);
 
 impl Usage {
@@ -98,7 +98,8 @@ impl Usage {
         self.in_foreign_graph && self.streams.is_clear() && self.graphs == 0
     }
 
-    /// Whether the block is freed and nothing may still use it. Returns `true` to one caller only, which reclaims it.
+    /// Whether the block is freed and nothing may still use it. Returns `true` to exactly one caller, which must
+    /// reclaim it.
     pub(super) fn take_reclaimable(&mut self) -> bool {
         self.graphs == 0 && !self.in_foreign_graph && self.streams.take_reclaimable()
     }
@@ -161,7 +162,7 @@ impl PinnedBlock {
         self.device
     }
 
-    /// It has an owner from here on.
+    /// Marks it as allocated.
     #[inline]
     pub(super) fn set_allocated(&self, home: usize, bytes: u64) {
         self.home.store(home as u32, Ordering::Relaxed);
@@ -174,7 +175,7 @@ impl PinnedBlock {
         self.home.load(Ordering::Relaxed) as usize
     }
 
-    /// The requested size; of the last owner, if it has none.
+    /// The requested size, or that of the last owner if it has none.
     #[inline]
     pub(super) fn requested(&self) -> u64 {
         self.requested.load(Ordering::Relaxed)
@@ -208,9 +209,9 @@ impl PinnedBlock {
     }
 }
 
-/// Pinned host memory with one owner. Dropping it frees it without a driver call. What needs one (fences in streams
-/// that used it, memory that is not to be kept) is left to the allocator's next call that makes driver calls: a request
-/// that its thread's cache cannot serve, a `free` of memory that streams used,
+/// Pinned host memory with one owner. Dropping it frees it without a driver call. Work that needs one (fences in
+/// streams that used it, unpinning memory that is not to be kept) is left to the allocator's next call that makes
+/// driver calls: a request that its thread's cache cannot serve, a `free` of memory that streams used,
 /// [`process_pending`](super::HostAllocator::process_pending) or a trim. [`free`](Self::free) does it at once.
 ///
 /// It keeps the driver alive, and its memory stays pinned when the allocator is gone.
@@ -259,7 +260,7 @@ impl HostBlock {
     /// The block that [`into_raw`](Self::into_raw) returned.
     ///
     /// # Safety
-    /// `raw` came from `into_raw`, and is not used again.
+    /// `raw` must come from `into_raw`, and must not be used again.
     #[must_use]
     #[inline]
     #[expect(unsafe_code, reason = "a C caller owns it meanwhile")]
@@ -271,11 +272,11 @@ impl HostBlock {
         Self::new(unsafe { Arc::from_raw(raw.cast()) })
     }
 
-    /// Records that work in `stream` uses it: once freed, it is reused only when the work that is in the stream by then
-    /// has completed. If the stream captures, the graph uses the memory at every replay, and it is not reused before
-    /// the graph is gone.
+    /// Records that work in `stream` uses it: after its free it is reused only once the work that the stream holds at
+    /// that time is done. If the stream is capturing, the graph uses the memory at every replay, and it is not reused
+    /// before the graph is gone.
     ///
-    /// A capture that was begun without Warpool makes a graph that Warpool does not know: the block is never reused
+    /// A capture that was begun without Warpool creates a graph that Warpool does not know. The block is never reused
     /// then, and a warning is logged.
     pub fn record_use(&self, stream: &Stream) -> Result<()> {
         match &self.block {
@@ -284,7 +285,7 @@ impl HostBlock {
         }
     }
 
-    /// Records that work that is in `streams` uses it. No driver call.
+    /// Records that work in `streams` uses it. Makes no driver call.
     pub(crate) fn record_replays(&self, streams: &[StreamId]) {
         if let Some(block) = &self.block {
             lock(&block.usage).streams.add_all(streams.iter().copied());
@@ -292,13 +293,13 @@ impl HostBlock {
         }
     }
 
-    /// Reads on the host, from `offset` on. Does not wait for anything.
+    /// Reads on the host, starting at `offset`. Does not wait for anything.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let Some((shared, ptr)) = self.range(offset, into.len() as u64)? else { return Ok(()) };
         Ok(shared.driver().host_read(ptr, into)?)
     }
 
-    /// Writes on the host, from `offset` on. Does not wait for anything.
+    /// Writes on the host, starting at `offset`. Does not wait for anything.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let Some((shared, ptr)) = self.range(offset, bytes.len() as u64)? else { return Ok(()) };
         Ok(shared.driver().host_write(ptr, bytes)?)
@@ -319,7 +320,7 @@ impl HostBlock {
         self.block.as_ref().map_or(Ok(()), |block| instance.expect_same(&block.shared().instance, "the block"))
     }
 
-    /// The block, if it is one of this allocator.
+    /// The block, if it belongs to this allocator.
     #[inline]
     pub(super) fn into_own(mut self, shared: &Arc<Shared>) -> std::result::Result<Arc<PinnedBlock>, Self> {
         match self.block.take() {
@@ -328,7 +329,7 @@ impl HostBlock {
         }
     }
 
-    /// Frees it at once, with the driver calls that this needs. It is freed also if one of them fails.
+    /// Frees it at once, with the necessary driver calls. It is freed even if one of them fails.
     pub fn free(mut self) -> Result<()> {
         self.block.take().map_or(Ok(()), Shared::free)
     }
@@ -337,7 +338,7 @@ impl HostBlock {
 impl Drop for HostBlock {
     #[inline]
     fn drop(&mut self) {
-        // A call, so that the owner of an empty one, as `into_raw` leaves it, has only the test.
+        // A separate function, so that dropping an empty block, as after `into_raw`, is only the test.
         if let Some(block) = self.block.take() {
             Shared::free_later(block);
         }

@@ -1,11 +1,11 @@
-//! The front caches: every thread uses one, mostly alone, so allocating and freeing a cached block takes one
-//! uncontended lock: a spin lock, which is one atomic exchange where a mutex is two.
+//! The front caches: every thread uses one, mostly alone, so allocating or freeing a cached block takes one uncontended
+//! lock. It is a spin lock, with one atomic exchange where a mutex needs two.
 //!
 //! A cache holds whole blocks, newest on top, and the counters of the requests that it served. A block returns to the
-//! cache that it was taken from, whichever thread frees it: there it is needed next, and there it was counted. A thread
-//! that finds none of the size it needs, neither here nor in its shard of the heap, takes one from another cache; that
-//! block is its own cache's from then on. Nothing here belongs to a thread, so threads may end at any time. Rule: under
-//! a cache's lock there is no driver call and no other lock.
+//! cache that it was taken from, whichever thread frees it: it is likely to be needed there next, and it was counted
+//! there. A thread that finds no block of the required size in its cache or in its shard of the heap takes one from
+//! another cache; the block then belongs to the thread's cache. Nothing here belongs to a thread, so threads may end at
+//! any time. Rule: no driver call is made and no other lock is taken under a cache's lock.
 //!
 //! The block that was freed last is in no list yet, and its free is not counted: the next request of the same size
 //! takes it back, which changes no current value and no peak. Every other step puts it into its list first.
@@ -27,24 +27,24 @@ const CLASS_MAX: usize = 64;
 /// How many blocks without a class a cache keeps.
 const UNCLASSED_MAX: usize = 32;
 
-/// How many bytes a cache keeps. They are not lost: before more is pinned, all caches are emptied. So the limit is
-/// high: with 64 MiB a block of that size went to the heap and back as soon as another was cached, which made a pair
-/// ten times slower.
+/// How many bytes a cache keeps. All caches are emptied before more memory is pinned, so the limit can be high. With 64
+/// MiB, a block of that size went to the heap and back as soon as another was cached, which made a pair of allocate and
+/// free ten times slower.
 const BYTES_MAX: u64 = 1 << 30;
 
 /// All front caches of an allocator.
 pub(super) struct FrontCaches {
     caches: Box<[Aligned]>,
-    /// Which have ever held a block: nobody looks for one in the others.
+    /// Which caches have ever held a block; the others are not searched.
     used: Box<[AtomicBool]>,
 }
 
-/// Some of the cached blocks, by size.
+/// A kind of cached blocks, by the size of their requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Those of small requests.
+    /// Blocks of small requests.
     Small,
-    /// Those of large ones.
+    /// Blocks of large requests.
     Large,
     All,
 }
@@ -59,21 +59,21 @@ impl Kind {
     }
 }
 
-/// A cache on a cache line of its own; two, since some machines fetch them in pairs.
+/// A front cache on two cache lines of its own, since some machines prefetch lines in pairs.
 #[repr(align(128))]
 #[derive(Default)]
 struct Aligned(SpinLock<FrontCache>);
 
 struct FrontCache {
-    /// The block that was freed last. There is room for it.
+    /// The block that was freed last. There is room for it in its list.
     recent: Option<Arc<PinnedBlock>>,
-    /// The request that it served; 0 without one.
+    /// The size of the request that it served; 0 if there is no such block.
     recent_bytes: u64,
     classes: [Vec<Arc<PinnedBlock>>; CLASSES],
-    /// Large blocks, and unrounded ones, with their sizes: a search reads no block that does not fit.
+    /// Large blocks, and unrounded ones, with their sizes, so that a search does not read blocks that do not fit.
     unclassed: Vec<(u64, Arc<PinnedBlock>)>,
     bytes: u64,
-    /// Set when the allocator is gone: blocks are refused.
+    /// Set when the allocator is gone; blocks are refused then.
     closed: bool,
     requests: Stat,
     request_bytes: Stat,
@@ -133,9 +133,10 @@ impl FrontCaches {
         self.settled(at).take(fit)
     }
 
-    /// A block that fits from a cache but `own` that no thread has locked. It is not counted: it moves to `own`.
+    /// A block that fits from a cache other than `own` that no thread has locked. It is not counted here: it moves to
+    /// `own`.
     pub(super) fn take_from_others(&self, own: usize, fit: &Fit) -> Option<Arc<PinnedBlock>> {
-        // In another order for every thread, so that threads do not all search the same one.
+        // Each thread searches in another order, so that threads do not all start with the same cache.
         let others = (1..self.caches.len()).map(|step| own ^ step);
         others.filter(|&other| self.used[other].load(Ordering::Relaxed)).find_map(|other| {
             steps::count();
@@ -145,12 +146,12 @@ impl FrontCaches {
         })
     }
 
-    /// Counts a block as allocated that was not taken from the thread's cache.
+    /// Counts a block that was not taken from the thread's cache as allocated.
     pub(super) fn count_allocated(&self, at: usize, size: u64) {
         self.settled(at).count_allocated(size);
     }
 
-    /// Counts a block as free that is not put into a cache.
+    /// Counts a block that is not put into a cache as free.
     pub(super) fn count_freed(&self, at: usize, size: u64) {
         self.settled(at).count_freed(size);
     }
@@ -188,7 +189,7 @@ impl FrontCaches {
         }
     }
 
-    /// How many there are.
+    /// How many caches there are.
     pub(super) fn len(&self) -> usize {
         self.caches.len()
     }
@@ -203,7 +204,7 @@ impl FrontCaches {
         (0..self.caches.len()).map(move |at| self.settled(at).drain(kind)).filter(|blocks| !blocks.is_empty())
     }
 
-    /// Empties the caches for good.
+    /// Empties and closes the caches.
     pub(super) fn close(&self) -> Vec<Arc<PinnedBlock>> {
         let close = |at: usize| {
             let mut cache = self.settled(at);
@@ -293,7 +294,7 @@ impl FrontCache {
         Some(block)
     }
 
-    /// The smallest that fits within the slack; of several, the newest.
+    /// The smallest block that fits within the slack; among equals, the newest.
     fn take_unclassed(&mut self, fit: &Fit) -> Option<Arc<PinnedBlock>> {
         let sizes = fit.size..=fit.size + fit.slack;
         let is_of_device = |block: &PinnedBlock| fit.device.is_none_or(|device| block.device() == device);
@@ -374,7 +375,8 @@ fn add(sum: &mut Stat, stat: Stat) {
 #[inline]
 fn thread_number() -> u32 {
     thread_local! {
-        // Without a destructor, so that it works while other thread-locals are being destroyed. 0: none yet.
+        // Without a destructor, so that it works while other thread-locals are being destroyed. 0 means not assigned
+        // yet.
         static NUMBER: Cell<u32> = const { Cell::new(0) };
     }
     NUMBER.with(|number| match number.get() {

@@ -1,12 +1,12 @@
-//! Pinned memory of graphs. What a capture uses, its graph uses at every replay, so it is not reused before the graph
-//! is gone.
+//! Pinned memory of graphs. A graph uses the blocks of its capture at every replay, so they are not reused before the
+//! graph is gone.
 //!
-//! Every pool of graphs that uses pinned memory has a [`GraphHostPool`], which the graphs own together. It holds the
-//! blocks that captures used, however they were allocated, and, for later captures, those that were allocated in a
-//! capture and freed unused. It is dropped with the last graph: its blocks then wait for the streams that replays ran
-//! on, like any others.
+//! Every graph pool that uses pinned memory has a [`GraphHostPool`], which its graphs share. It holds the blocks that
+//! captures used, however they were allocated, and keeps blocks that were allocated in a capture and freed unused for
+//! later captures. It is dropped with the last graph: its blocks then wait for the streams that replays ran on, like
+//! any others.
 //!
-//! A framework that captures graphs by itself has such pools as [`HostGraphPool`]s.
+//! A framework that captures graphs itself uses such a pool as [`HostGraphPool`].
 //!
 //! Rule: dropping a pool makes no driver call.
 
@@ -69,7 +69,7 @@ impl GraphHostPools {
     }
 }
 
-/// In the record of a capture, later in its graph: the pinned memory that it uses, one pool per host allocator.
+/// The pinned memory that a capture, and later its graph, uses: one pool per host allocator.
 #[derive(Default)]
 pub(crate) struct CapturedHostPools(Vec<Arc<GraphHostPool>>);
 
@@ -87,7 +87,7 @@ impl CapturedHostPools {
 }
 
 impl GraphHostPool {
-    /// A capture uses the block.
+    /// Records that a capture uses the block.
     pub(super) fn add_used(&self, block: &Arc<PinnedBlock>) {
         let mut contents = lock(&self.contents);
         if !contents.used.iter().any(|other| Arc::ptr_eq(other, block)) {
@@ -106,7 +106,7 @@ impl GraphHostPool {
         Some(free.remove(at))
     }
 
-    /// Makes a new block one of the pool, which it returns to when it is freed.
+    /// Adds a new block to the pool; it returns there when it is freed.
     pub(super) fn adopt(&self, block: &PinnedBlock) {
         lock(&block.usage).pool = Some(self.key);
         block.set_flag(IN_GRAPH_POOL);
@@ -122,7 +122,7 @@ impl Drop for GraphHostPool {
         }
         let call = Details::default();
         for block in used {
-            // The state is reached through the block, which is moved on.
+            // The state is borrowed from the block, which is passed on.
             let keep = Arc::clone(&block);
             let (is_freed, reclaimable) = {
                 let mut usage = lock(&block.usage);

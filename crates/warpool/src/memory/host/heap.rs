@@ -1,11 +1,11 @@
-//! The heap: shards, each under a lock of its own, and the ledger of what counts for all of them.
+//! The heap: shards, each under its own lock, and the ledger of the totals over all shards.
 //!
-//! A thread has the shard with the number of its front cache: segments that it pins are added there. So threads that
-//! allocate and free at the same time mostly do not wait for each other. Memory is not divided between them: before
-//! anything is pinned, all shards are searched. A spare segment of another shard moves to the thread's own; if only a
-//! part of one fits, the thread searches that shard next after its own from then on.
+//! A thread uses the shard with the index of its front cache: segments that it pins are added there. Threads that
+//! allocate and free at the same time therefore rarely wait for each other. Memory is not divided between them: before
+//! anything is pinned, all shards are searched. A spare segment of another shard moves to the thread's own; if only
+//! part of a segment is free, the thread searches that shard second from then on.
 //!
-//! Lock order: several shards are locked in ascending order, or by trying only; the ledger is a leaf.
+//! Lock order: several shards are locked in ascending order, or with `try_lock` only; the ledger is a leaf.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -33,7 +33,7 @@ pub(super) struct Heap {
     totals: Totals,
 }
 
-/// What counts for all shards. On cache lines of its own: what is beside it is read by every call.
+/// The totals of all shards. On cache lines of its own, because every call reads the neighbouring fields.
 #[repr(align(128))]
 #[derive(Default)]
 struct Totals {
@@ -48,7 +48,7 @@ struct Totals {
 #[repr(align(128))]
 struct Aligned {
     shard: Mutex<Shard>,
-    /// The shard that threads search next whose own this is.
+    /// The shard that threads of this shard search second.
     preferred: AtomicU32,
 }
 
@@ -88,7 +88,7 @@ pub(super) struct NewSegment {
 }
 
 impl Heap {
-    /// So many shards, a power of two.
+    /// Creates `shards` shards, a power of two.
     pub(super) fn new(shards: usize) -> Self {
         Self {
             shards: (0..shards as u32).map(Aligned::new).collect(),
@@ -97,8 +97,8 @@ impl Heap {
         }
     }
 
-    /// A block for a thread whose own shard is `own`: from that, or from the one that it found memory in last, if no
-    /// thread has that locked.
+    /// A block for a thread whose shard is `own`: from that shard, or from the preferred one if no thread has it
+    /// locked.
     pub(super) fn take(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
         let found = self.lock_shard(own).take(fit, BlockOwner { shared, shard: own });
         let preferred = self.preferred(own).load(Ordering::Relaxed) as usize;
@@ -108,11 +108,11 @@ impl Heap {
         try_lock(&self.shards[preferred].shard)?.take(fit, BlockOwner { shared, shard: preferred })
     }
 
-    /// A block from another shard that no thread has locked. A spare segment moves to `own`; otherwise that shard is
-    /// the preferred one from then on.
+    /// A block from another shard that no thread has locked. A spare segment moves to `own`; otherwise that shard
+    /// becomes the preferred one.
     pub(super) fn take_from_others(&self, own: usize, fit: &Fit, shared: &Arc<Shared>) -> Option<Arc<PinnedBlock>> {
         let preferred = self.preferred(own).load(Ordering::Relaxed) as usize;
-        // In another order for every thread, so that threads do not all search the same one.
+        // Each thread searches in another order, so that threads do not all start with the same shard.
         let others = (1..self.shards.len()).map(|step| own ^ step).filter(|&other| other != preferred);
         for other in others.filter(|&other| self.used[other].load(Ordering::Relaxed)) {
             steps::count();
@@ -133,7 +133,7 @@ impl Heap {
         None
     }
 
-    /// A shard is about to get a segment.
+    /// Marks a shard that is about to get a segment as used.
     fn mark_used(&self, shard: usize) {
         // Written once, so that the flags stay in every core's cache.
         if !self.used[shard].load(Ordering::Relaxed) {
@@ -157,7 +157,7 @@ impl Heap {
         self.add_locked(&mut self.lock_shard(shard), segment);
     }
 
-    /// The same, and cuts a block from it.
+    /// As [`add`](Self::add), and splits a block off the segment.
     pub(super) fn add_and_take(
         &self,
         shard: usize,
@@ -180,8 +180,8 @@ impl Heap {
     }
 
     /// Merges free blocks. `merged` is called with each under its shard's lock, and with the start of its segment if
-    /// that is spare now. Returns the pieces, to be dropped without a lock: the last block of an allocator that is gone
-    /// drops the allocator's state.
+    /// that is spare now. Returns the pieces for the caller to drop without a lock: the last block of an allocator that
+    /// is gone drops the allocator's state.
     pub(super) fn merge(
         &self,
         blocks: &[Arc<PinnedBlock>],
@@ -212,7 +212,7 @@ impl Heap {
         lock(&self.totals.ledger).reserve_quota(least, most, device, settings)
     }
 
-    /// A segment was not pinned, or is unpinned.
+    /// Releases the quota of a segment that was not pinned, or is unpinned.
     pub(super) fn release_quota(&self, device: DeviceId, bytes: u64) {
         lock(&self.totals.ledger).release_quota(device, bytes);
     }
@@ -227,8 +227,8 @@ impl Heap {
         spare
     }
 
-    /// Takes out a segment to be unpinned, if it is free. It is taken out before the driver call: after that another
-    /// thread may be given the same address.
+    /// Removes a segment to be unpinned, if it is free. It is removed before the driver call, because afterwards
+    /// another thread may get the same address.
     pub(super) fn begin_transit(&self, start: u64) -> Option<InTransit> {
         for (index, shard) in self.shards.iter().enumerate() {
             let mut shard = lock(&shard.shard);
@@ -240,7 +240,7 @@ impl Heap {
         None
     }
 
-    /// The segment was unpinned, which took `duration`; or that failed, and it is put back.
+    /// Ends the transit of a segment: it was unpinned in `duration`, or unpinning failed and it is put back.
     pub(super) fn end_transit(&self, in_transit: InTransit, duration: Option<Duration>) {
         let InTransit { segment, shard } = in_transit;
         {
@@ -253,13 +253,13 @@ impl Heap {
         self.totals.transit_ended.notify_all();
     }
 
-    /// How many segments have been in transit and are not any more.
+    /// How many transits of segments have ended.
     pub(super) fn transits_ended(&self) -> u64 {
         lock(&self.totals.ledger).transits_ended()
     }
 
-    /// Waits until a segment is no longer in transit, if `bytes` are, or if one has left since `transits_ended` was
-    /// read. Returns `false` without waiting if neither holds.
+    /// Waits until a transit ends, if at least `bytes` are in transit. Returns at once if one has ended since
+    /// `transits_ended` was read. Returns `false` without waiting if neither holds.
     pub(super) fn await_transit(&self, transits_ended: u64, bytes: u64) -> bool {
         let ledger = lock(&self.totals.ledger);
         if ledger.transits_ended() != transits_ended {
@@ -304,7 +304,8 @@ impl Heap {
         (own..self.shards.len()).chain(0..own).find_map(find)
     }
 
-    /// Lets go of all segments and blocks, to be dropped without a lock. The ledger stays for segments in transit.
+    /// Removes all segments and blocks, for the caller to drop without a lock. The ledger stays for segments in
+    /// transit.
     pub(super) fn close(&self) -> Vec<impl Sized> {
         self.shards.iter().map(|shard| lock(&shard.shard).close()).collect()
     }

@@ -1,7 +1,7 @@
 //! The history of pinned memory, and its observers. The host has no streams; trackers see it as the device [`HOST`].
 //!
-//! Trackers and stack hooks are called in the middle of a call, without a lock, and may panic. The call does all its
-//! work first: [`Details`] keeps the first panic, which goes on at the end.
+//! Trackers and stack hooks run in the middle of a call, without a lock, and may panic. The call still does all its
+//! work: [`Details`] keeps the first panic, which is resumed at the end.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -21,7 +21,8 @@ use crate::memory::{Action, HistoryEntry, HistoryOptions, MemPoolId, Observers, 
 /// The device id of pinned memory for trackers. In snapshots it is -1.
 pub(super) const HOST: DeviceId = DeviceId(u32::MAX);
 
-/// What the history stores with the entries of one call, and the first panic of an observer during the call.
+/// The details that the history stores with the entries of one call, and the first panic of an observer during the
+/// call.
 #[derive(Default)]
 pub(super) struct Details {
     entry: EntryDetails,
@@ -29,14 +30,14 @@ pub(super) struct Details {
 }
 
 impl Details {
-    /// Takes over the panic of an observer during a step of this call.
+    /// Takes over a caught panic from a step of this call.
     pub(super) fn take_panic(&self, step: Self) {
         if let Some(panic) = step.caught.0.take() {
             self.caught.keep(panic);
         }
     }
 
-    /// The call has done its work: a panic of an observer goes on, unless the thread unwinds already.
+    /// Called after all work is done: resumes the panic of an observer, unless the thread is already unwinding.
     #[inline]
     pub(super) fn finish(self) {
         if let Some(panic) = self.caught.0.take() {
@@ -54,7 +55,7 @@ impl Deref for Details {
     }
 }
 
-/// The first panic of code that is not ours.
+/// The first panic of user code.
 #[derive(Default)]
 pub(super) struct Caught(Cell<Option<Box<dyn Any + Send>>>);
 
@@ -70,7 +71,7 @@ impl Caught {
         }
     }
 
-    /// A panic has been caught: it goes on.
+    /// Resumes the caught panic.
     pub(super) fn resume(self) -> ! {
         resume_unwind(self.0.take().expect("a panic was caught"))
     }
@@ -121,7 +122,7 @@ impl HostHistory {
         self.history_flags.is_off(&self.observers)
     }
 
-    /// What the history stores with the next entries. Gathered before any lock is taken.
+    /// The details that the history stores with the next entries, collected before any lock is taken.
     #[inline]
     pub(super) fn details(&self, level: StackLevel, driver: &dyn Driver) -> Details {
         let caught = Caught::default();
@@ -138,7 +139,7 @@ impl HostHistory {
         }
     }
 
-    /// The same for the free of a block.
+    /// As [`record`](Self::record), for the free of a block.
     #[inline]
     pub(super) fn record_free(&self, action: Action, block: &PinnedBlock, details: &Details) {
         if !details.is_off() {
@@ -159,7 +160,7 @@ impl HostHistory {
         self.notify(&entries, details);
     }
 
-    /// Adds an entry. Returns what [`notify`](Self::notify) is to be called with.
+    /// Adds an entry. Returns the arguments for [`notify`](Self::notify).
     pub(super) fn write(&self, action: Action, addr: u64, size: u64, details: &EntryDetails) -> Vec<HistoryEntry> {
         if details.is_off() {
             return Vec::new();

@@ -1,5 +1,5 @@
-//! What counts for the heap as a whole: quotas, segments in transit, and the counters of pinned memory. It changes only
-//! when memory is pinned or unpinned. No locks here, and no driver calls.
+//! Totals of the whole heap: quotas, segments in transit, and the counters of pinned memory. They change only when
+//! memory is pinned or unpinned. No locks here, and no driver calls.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,7 +17,7 @@ pub(super) struct CapExceeded {
     /// The device whose cap it is; `None` for the cap over all devices.
     pub(super) device: Option<DeviceId>,
     pub(super) cap: u64,
-    /// What counts against it.
+    /// The bytes that count against it.
     pub(super) pinned: u64,
     /// By how much it would be exceeded.
     pub(super) excess: u64,
@@ -28,7 +28,7 @@ pub(super) struct CapExceeded {
 pub(super) struct Ledger {
     /// Segments that are being unpinned, and their bytes.
     in_transit: (u64, u64),
-    /// How many have been in transit and are not any more.
+    /// How many transits have ended.
     transits_ended: u64,
     /// Bytes that are pinned or being pinned, by device: what counts against the caps.
     quota: BTreeMap<DeviceId, u64>,
@@ -69,7 +69,7 @@ impl Ledger {
         Ok(granted)
     }
 
-    /// A segment was not pinned, or is unpinned.
+    /// Releases the quota of a segment that was not pinned, or is unpinned.
     pub(super) fn release_quota(&mut self, device: DeviceId, bytes: u64) {
         *self.quota.get_mut(&device).expect("quota was reserved") -= bytes;
     }
@@ -78,7 +78,7 @@ impl Ledger {
         self.quota.get(&device).copied().unwrap_or(0)
     }
 
-    /// A segment was pinned, whose quota was reserved.
+    /// Counts a segment as pinned whose quota was reserved.
     pub(super) fn pinned(&mut self, serves: SegmentUse, bytes: u64, duration: Duration) {
         match serves {
             SegmentUse::Small => self.bytes_small += bytes,
@@ -91,13 +91,14 @@ impl Ledger {
         self.pin_time.add(duration);
     }
 
-    /// A segment is about to be unpinned. It counts as pinned until [`end_transit`](Self::end_transit).
+    /// Puts a segment that is about to be unpinned in transit. It counts as pinned until
+    /// [`end_transit`](Self::end_transit).
     pub(super) fn begin_transit(&mut self, bytes: u64) {
         self.in_transit.0 += 1;
         self.in_transit.1 += bytes;
     }
 
-    /// The segment was unpinned, which took `duration`; or that failed.
+    /// Ends the transit of a segment that was unpinned in `duration`; `None` if unpinning failed.
     pub(super) fn end_transit(&mut self, segment: &Segment, duration: Option<Duration>) {
         let bytes = segment.range().bytes();
         self.in_transit.0 -= 1;
@@ -121,7 +122,7 @@ impl Ledger {
         self.in_transit.1
     }
 
-    /// How many segments have been in transit and are not any more.
+    /// How many transits of segments have ended.
     pub(super) fn transits_ended(&self) -> u64 {
         self.transits_ended
     }

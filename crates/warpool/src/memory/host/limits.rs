@@ -9,7 +9,7 @@ pub(super) struct Limits {
     round_max: AtomicU64,
     /// Larger blocks are not kept.
     cached_max: AtomicU64,
-    /// Whether the reserved segment is still to be pinned.
+    /// Whether the reserved segment has yet to be pinned.
     wants_reserve: AtomicBool,
 }
 
@@ -24,7 +24,8 @@ impl Limits {
         limits
     }
 
-    /// Replaces `before`. A reserve that was not asked for before is to be pinned; there is never a second one.
+    /// Replaces `before`. If only the new settings ask for a reserved segment, it is to be pinned; there is never a
+    /// second one.
     pub(super) fn set(&self, before: &PinnedSettings, settings: &PinnedSettings) {
         self.set_sizes(settings);
         match (before.reserve_segment_bytes, settings.reserve_segment_bytes) {
@@ -50,7 +51,7 @@ impl Limits {
         self.cached_max.load(Ordering::Relaxed)
     }
 
-    /// Whether the caller is to pin the reserved segment. Returns `true` once.
+    /// Whether the caller has to pin the reserved segment. Returns `true` once.
     pub(super) fn take_reserve(&self) -> bool {
         self.wants_reserve.load(Ordering::Relaxed) && self.wants_reserve.swap(false, Ordering::Relaxed)
     }

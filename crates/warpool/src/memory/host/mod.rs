@@ -27,17 +27,19 @@
 //! # The life of a block
 //! 1. A request is rounded to its size class (`size_class.rs`), and a block taken from the calling thread's front cache
 //!    (`front_cache.rs`): one uncontended lock.
-//! 2. If the cache has none (`allocate.rs`): pending frees are processed (`reclaim.rs`); then the thread's own shard of
-//!    the heap is searched (`shard.rs`, `heap.rs`), the caches of other threads, and the other shards; once more with
-//!    the blocks of all caches.
-//! 3. If the heap has none: a segment is pinned within the caps (`segments.rs`, `pin.rs`), and the block cut from it.
-//! 4. Freed unused, it returns to the cache that it was taken from (`store.rs`). Used by streams, it waits for a fence
-//!    in each (`reclaim.rs`); used in a capture, until the graph is dropped (`graph_pool.rs`).
+//! 2. If the cache has none (`allocate.rs`): pending frees are processed (`reclaim.rs`). Then the thread's shard of the
+//!    heap (`shard.rs`, `heap.rs`), the caches of other threads, and the other shards are searched; and once more after
+//!    the blocks of all caches are merged.
+//! 3. If the heap has none: a segment is pinned within the caps (`segments.rs`, `pin.rs`), and the block is split off
+//!    it.
+//! 4. A freed block that no stream used returns to the cache that it was taken from (`store.rs`). One that streams used
+//!    waits for a fence in each (`reclaim.rs`); one that a capture used waits until the graph is dropped
+//!    (`graph_pool.rs`).
 //!
 //! # Ownership
 //! A block keeps the allocator's state alive, and the state refers to blocks: in caches, in the heap, in lists.
 //! Dropping the last handle breaks the cycle by emptying the state. Nothing is unpinned then, since no destructor calls
-//! the driver; blocks that callers have stay valid, and pinned memory stays pinned until the process ends.
+//! the driver. Blocks of callers stay valid, and pinned memory stays pinned until the process ends.
 //! [`HostAllocator::close`] unpins it.
 //!
 //! # Lock order
@@ -89,13 +91,14 @@ use super::report::StackIds;
 use super::{HistoryOptions, Observers, PinnedSettings, Snapshot, StackLevel, Stat};
 use crate::{Device, Error, Instance, Result, Stream, lock};
 
-/// Pinned host memory, cached, for all devices of one [`Instance`]. Cheap to clone; clones are the same allocator.
+/// A caching allocator of pinned host memory, for all devices of one [`Instance`]. Cheap to clone; clones share one
+/// allocator.
 ///
 /// Allocating and freeing a cached block takes two uncontended locks and no driver call. Requests up to 256 KiB are
-/// rounded to size classes, which waste an eighth at most, larger ones to pages of 4 KiB; blocks are split from
+/// rounded to size classes, which waste at most an eighth, larger ones to pages of 4 KiB. Blocks are split from
 /// segments and merged again.
 ///
-/// Dropping the last handle makes no driver call: what is pinned stays pinned. [`close`](Self::close) unpins it.
+/// Dropping the last handle makes no driver call: pinned memory stays pinned. [`close`](Self::close) unpins it.
 ///
 /// # Where it differs from PyTorch
 /// - Sizes are not rounded to powers of two, and cached memory of one size serves requests of another.
@@ -109,7 +112,7 @@ pub struct HostAllocator {
     handle: Arc<Handle>,
 }
 
-/// What handles share. Dropped with the last of them, while blocks may live on.
+/// The state that handles share. It is dropped with the last of them; blocks may outlive it.
 struct Handle {
     shared: Arc<Shared>,
 }
@@ -137,13 +140,13 @@ impl Shared {
         self.history.details(level, self.driver())
     }
 
-    /// The allocated block that contains an address.
+    /// The allocated block that contains `ptr`.
     fn allocated_with(&self, ptr: HostPtr) -> Option<Arc<PinnedBlock>> {
         let found = self.heap.block_with(self.front.of_thread(), ptr.0);
         found.filter(|block| block.state() == PinnedState::Allocated)
     }
 
-    /// Empties the state, so that only blocks that callers have keep it alive. No driver call.
+    /// Empties the state, so that only blocks of callers keep it alive. Makes no driver call.
     fn clear(&self) {
         drop(self.background.stop());
         drop(self.front.close());
@@ -190,13 +193,13 @@ impl HostAllocator {
         &self.handle.shared
     }
 
-    /// The instance.
+    /// The instance whose devices can use the memory.
     #[must_use]
     pub fn instance(&self) -> &Instance {
         &self.shared().instance
     }
 
-    /// The current settings; the default ones in a forked child.
+    /// The current settings; the defaults in a forked child.
     #[must_use]
     pub fn settings(&self) -> PinnedSettings {
         if self.instance().is_inherited() {
@@ -205,9 +208,9 @@ impl HostAllocator {
         lock(&self.shared().settings).clone()
     }
 
-    /// Replaces the settings. Cached memory stays, also above a lower cap, until room is needed. A reserved segment
-    /// stays as it is, and there is never a second one; if none was asked for before, it is pinned by the next request
-    /// that finds nothing cached.
+    /// Replaces the settings. Cached memory stays, even above a lower cap, until room is needed. A reserved segment
+    /// stays as it is, and there is never a second one; if only the new settings ask for one, the next request that
+    /// finds nothing cached pins it.
     pub fn set_settings(&self, settings: PinnedSettings) {
         let shared = self.shared();
         if shared.instance.is_inherited() {
@@ -220,21 +223,21 @@ impl HostAllocator {
     }
 
     /// Pinned memory, aligned to 512 bytes, with undefined contents. It is pinned with the context of a device that has
-    /// one. 0 bytes are an empty block.
+    /// one. A request for 0 bytes returns an empty block.
     #[inline]
     pub fn allocate(&self, bytes: u64) -> Result<HostBlock> {
         self.shared().allocate(bytes, None)
     }
 
-    /// The same if a cached block fits and nothing else is to be done: for frameworks that call this on every
-    /// allocation. `None`, and nothing has changed, if it takes more.
+    /// As [`allocate`](Self::allocate), on the hot path alone, for frameworks that call this on every allocation.
+    /// `None`, without any change, if no cached block fits or other work is due.
     #[inline]
     #[must_use]
     pub fn allocate_cached(&self, bytes: u64) -> Option<HostBlock> {
         self.shared().allocate_cached(bytes, None)
     }
 
-    /// Frees a block as [`HostBlock::free`] does; one of this allocator in less time.
+    /// Frees a block as [`HostBlock::free`] does, but faster if the block belongs to this allocator.
     #[inline]
     pub fn free(&self, block: HostBlock) -> Result<()> {
         match block.into_own(self.shared()) {
@@ -243,8 +246,8 @@ impl HostAllocator {
         }
     }
 
-    /// The same if the block is cached and nothing else is to be done, as [`allocate_cached`](Self::allocate_cached).
-    /// Returns the block, and nothing has changed, if it takes more.
+    /// As [`free`](Self::free), on the hot path alone, like [`allocate_cached`](Self::allocate_cached). Returns the
+    /// block, without any change, if it cannot be cached or other work is due.
     #[inline]
     pub fn free_cached(&self, block: HostBlock) -> std::result::Result<(), HostBlock> {
         let own = block.into_own(self.shared())?;
@@ -258,9 +261,9 @@ impl HostAllocator {
         self.shared().allocate(bytes, Some(device.id()))
     }
 
-    /// Pinned memory for work on a stream. If that captures, the block comes from the graph's host pool: used, it stays
-    /// there until the graph is gone; freed unused, it can serve the next request of the capture. The use itself still
-    /// has to be [recorded](HostBlock::record_use).
+    /// Pinned memory for work on a stream. If the stream is capturing, the block comes from the graph's host pool: a
+    /// block that the capture uses stays there until the graph is gone, and one that is freed unused can serve the next
+    /// request of the capture. The use itself still has to be [recorded](HostBlock::record_use).
     pub fn allocate_on(&self, bytes: u64, stream: &Stream) -> Result<HostBlock> {
         self.shared().allocate_on(bytes, stream)
     }
@@ -271,7 +274,7 @@ impl HostAllocator {
         self.record_use_of(stream, |shared| shared.allocated_with(ptr).filter(|block| block.ptr() == ptr.0))
     }
 
-    /// The same for any address in the block.
+    /// As [`record_use_at`](Self::record_use_at), for any address in the block.
     pub fn record_use_within(&self, ptr: HostPtr, stream: &Stream) -> Result<bool> {
         self.record_use_of(stream, |shared| shared.allocated_with(ptr))
     }
@@ -285,15 +288,15 @@ impl HostAllocator {
         }
     }
 
-    /// Reclaims freed blocks whose streams have passed. Requests that find nothing cached do this too.
+    /// Reclaims freed blocks whose fences have passed. Requests that find nothing cached do this too.
     pub fn process_pending(&self) -> Result<()> {
         self.instance().expect_own_process("process_pending")?;
         self.shared().process_pending()
     }
 
     /// Unpins cached segments until at most `target_bytes` are pinned. Returns the unpinned bytes. Allocated and
-    /// pending blocks and the reserved segment stay. Segments above `pinned_max_cached_size_mb` are unpinned in any
-    /// case, and count. On real devices this waits for the devices' work.
+    /// pending blocks and the reserved segment stay. Segments above `pinned_max_cached_size_mb` are always unpinned,
+    /// and count. On real devices this waits for the devices' work.
     pub fn trim(&self, target_bytes: u64) -> Result<u64> {
         let shared = self.shared();
         shared.instance.expect_own_process("trim")?;
@@ -306,7 +309,7 @@ impl HostAllocator {
             shared.empty_front_caches();
             match shared.unpin_spare(pinned().saturating_sub(target_bytes), None, &details) {
                 Ok(bytes) => unpinned += bytes,
-                // It counts more than an error of an earlier step.
+                // This error takes precedence over one of an earlier step.
                 Err(error) => outcome = Err(error),
             }
         }
@@ -314,7 +317,7 @@ impl HostAllocator {
         outcome.map(|()| unpinned)
     }
 
-    /// The counters; all 0 in a forked child.
+    /// The statistics; all 0 in a forked child.
     #[must_use]
     pub fn stats(&self) -> HostStats {
         let mut stats = HostStats::default();
@@ -353,7 +356,7 @@ impl HostAllocator {
     }
 
     /// The observers: trackers, pressure callbacks (called when a cap or the machine has no room), and hooks before a
-    /// [`trim`](Self::trim). They see pinned memory as that of a device with the number [`u32::MAX`]. Out-of-memory
+    /// [`trim`](Self::trim). They see pinned memory as memory of the device number [`u32::MAX`]. Out-of-memory
     /// observers are not called: their report is about device memory.
     #[must_use]
     pub fn observers(&self) -> &Observers {
@@ -373,7 +376,7 @@ impl HostAllocator {
     /// Checks the invariants of the state. For tests. Checks nothing in a forked child.
     ///
     /// # Panics
-    /// If one does not hold.
+    /// If an invariant does not hold.
     pub fn check(&self) {
         if self.instance().is_inherited() {
             return;
@@ -389,19 +392,19 @@ impl HostAllocator {
         self.shared().heap.waits()
     }
 
-    /// Unpins everything, behind all work that uses it.
+    /// Unpins everything, after all work that uses it is done.
     ///
     /// [`Error::HostMemoryInUse`] if there is another handle, an allocated block, or a graph that uses one; nothing is
-    /// unpinned then. After an error of the driver the rest is still unpinned, and the first error is returned.
+    /// unpinned then. If a driver call fails, the rest is still unpinned, and the first error is returned.
     ///
     /// The handle is consumed either way. Other handles keep working, and the last of them can be closed; if this was
-    /// the last, what could not be unpinned stays pinned until the process ends. [`try_close`](Self::try_close) returns
-    /// the handle.
+    /// the last, memory that could not be unpinned stays pinned until the process ends. [`try_close`](Self::try_close)
+    /// returns the handle.
     pub fn close(self) -> Result<()> {
         self.try_close().map_err(|(_, error)| error)
     }
 
-    /// As [`close`](Self::close), but returns the handle with the error: the allocator still works, and can be closed
+    /// As [`close`](Self::close), but returns the handle with the error. The allocator still works, and can be closed
     /// later.
     pub fn try_close(self) -> std::result::Result<(), (Self, Error)> {
         if let Err(error) = self.instance().expect_own_process("close") {
@@ -415,13 +418,13 @@ impl HostAllocator {
 
     fn unpin_everything(&self, details: &Details) -> Result<()> {
         let shared = self.shared();
-        // Handles are made from handles only, so the last one stays the last.
+        // A handle is only created from another one, so the last one stays the last.
         let handles = Arc::strong_count(&self.handle) - 1;
         if handles > 0 {
             return Err(Error::HostMemoryInUse { handles, blocks: shared.blocks_in_use() });
         }
         if let Some(thread) = shared.background.stop() {
-            // It ends after one round. A panic of it was reported already.
+            // The thread ends after one more iteration. A panic in it was already reported.
             let _ = thread.join();
         }
         shared.wait_for_fences(details)?;

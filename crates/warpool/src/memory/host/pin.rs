@@ -1,5 +1,5 @@
-//! Pinning and unpinning, the driver calls for segments. How a range was pinned is stored with it, so that it is
-//! unpinned the same way whatever the settings are by then.
+//! Pinning and unpinning: the driver calls for segments. How a range was pinned is stored with it, so that it is
+//! unpinned the same way even if the settings have changed.
 //!
 //! Rules: no lock is held during these calls, and they run in the relaxed capture mode, so that they invalidate no
 //! capture.
@@ -22,7 +22,7 @@ pub(super) struct PinnedRange {
 /// Why memory could not be pinned.
 pub(super) struct PinFailure {
     pub(super) error: Error,
-    /// Memory that was pinned, cannot be used, and could not be unpinned. It must be unpinned later.
+    /// Memory that was pinned, cannot be used, and could not be unpinned. It has to be unpinned later.
     pub(super) still_pinned: Option<PinnedRange>,
 }
 
@@ -37,7 +37,7 @@ impl<E: Into<Error>> From<E> for PinFailure {
 pub(super) enum PinMethod {
     /// The driver allocates it.
     Allocate,
-    /// Pages are mapped, touched by so many threads, and registered.
+    /// Pages are mapped, touched by this number of threads, and registered.
     Register { threads: u64 },
 }
 
@@ -50,8 +50,8 @@ impl PinMethod {
     }
 }
 
-/// The device whose context pins: one that has a context, since creating one takes device memory. `wanted`, else the
-/// current device, else the first one with a context. If no device has one: `wanted`, or the current device.
+/// The device whose context pins the memory: one that has a context, since creating one takes device memory. `wanted`,
+/// else the current device, else the first one with a context. If no device has one: `wanted`, or the current device.
 pub(super) fn pinning_device(instance: &Instance, wanted: Option<DeviceId>) -> Result<DeviceId> {
     let current = instance.current_device_id();
     let first = wanted.unwrap_or(current);
@@ -82,7 +82,7 @@ impl PinnedRange {
         };
         let range = Self { ptr, bytes, method };
         if let Err(error) = range.check_address(driver, device) {
-            // Tried twice: until it is unpinned it counts against the caps, and the caller has no use of it.
+            // Tried twice: until the memory is unpinned, it counts against the caps without being usable.
             let unpin = || range.unpin_relaxed(driver);
             let unpinned = unpin().or_else(|_| unpin());
             if let Err(second) = &unpinned {
@@ -93,7 +93,7 @@ impl PinnedRange {
         Ok(range)
     }
 
-    /// Unpins it. On real devices that waits for the device's work.
+    /// Unpins the memory. On real devices this waits for the device's work.
     pub(super) fn unpin(&self, driver: &dyn Driver) -> Result<()> {
         let _relaxed = RelaxedMode::begin(driver)?;
         self.unpin_relaxed(driver)
@@ -115,7 +115,7 @@ impl PinnedRange {
         }
     }
 
-    /// Blocks have one address for the host and all devices.
+    /// Fails unless the device's address of the memory is the host's: blocks have one address for both.
     fn check_address(&self, driver: &dyn Driver, device: DeviceId) -> Result<()> {
         let seen = driver.host_device_ptr(device, self.ptr)?;
         if seen.0 == self.ptr.0 { Ok(()) } else { Err(Error::HostAddress { host: self.ptr, seen, device }) }

@@ -1,4 +1,4 @@
-//! Freed blocks that streams may still use: each waits for a fence in every such stream, by [`stream_fence`].
+//! Freed blocks that streams may still use. Each waits for a fence in every such stream ([`stream_fence`]).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -30,8 +30,8 @@ impl Pending {
     }
 }
 
-/// [`Pending`] under a lock, and whether there is any, which is read without it. On cache lines of its own: every free
-/// of a used block writes here, and what is beside it is read by every call.
+/// [`Pending`] under a lock, with a flag that is read without the lock. On cache lines of its own: every free of a used
+/// block writes here, and every call reads the neighbouring fields.
 #[repr(align(128))]
 #[derive(Default)]
 pub(super) struct PendingWork {
@@ -66,14 +66,14 @@ impl Shared {
         outcome
     }
 
-    /// The same in a call with these details, which keep the panics of observers.
+    /// As [`process_pending`](Self::process_pending), in a call with these details, which keep the panics of observers.
     pub(super) fn process_pending_recorded(&self, details: &Details) -> Result<()> {
         if self.pending.is_empty() { Ok(()) } else { self.process_all(&mut 0, details) }
     }
 
-    /// The same, whether there is anything or not, and adds up the unpinned bytes.
+    /// Does this even if the flag says that nothing is pending, and adds the unpinned bytes to `unpinned`.
     pub(super) fn process_all(&self, unpinned: &mut u64, call: &Details) -> Result<()> {
-        // Entries of frees have stacks of their own level.
+        // History entries of frees have their own stack level.
         let details = self.details(StackLevel::All);
         let fenced = self.retry_unfenced(&details);
         let polled = stream_fence::poll(&Reclaimer { shared: self, details: &details });
@@ -88,7 +88,7 @@ impl Shared {
         fenced.and(stream_fence::wait_all(&Reclaimer { shared: self, details }))
     }
 
-    /// Records fences for a freed block. What fails or is forbidden by a capture is retried by later calls.
+    /// Records fences for a freed block. Fences that fail, or that a capture forbids, are retried by later calls.
     pub(super) fn fence(&self, block: Arc<PinnedBlock>, details: &Details) -> Result<()> {
         let outcome = stream_fence::fence(&Reclaimer { shared: self, details }, block);
         self.background.wake();

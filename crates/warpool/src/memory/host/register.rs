@@ -1,5 +1,5 @@
 //! Pinning by registering: pages are mapped, touched by several threads, and then registered by one call. Touching is
-//! most of the work, and the part that threads can share; the driver alone would do it on one.
+//! most of the work, and threads can share it; the driver would do it on one thread.
 //!
 //! Not here: the choice of the method, the check of the address, and unpinning (`pin.rs`). A failure leaves nothing
 //! pinned and nothing mapped.
@@ -8,7 +8,7 @@ use warpool_driver::{DeviceId, Driver, DriverError, ErrorCode, HostOptions, Host
 
 use crate::{Error, Result};
 
-/// The least that a thread touches.
+/// The smallest range that a thread touches.
 const PAGE: u64 = 4096;
 
 /// The size of a huge page; less memory does not use them.
@@ -31,7 +31,7 @@ pub(super) fn register(driver: &dyn Driver, device: DeviceId, bytes: u64, thread
     Ok(pages.ptr())
 }
 
-/// One thread, if there is not a page for each.
+/// One thread, if there are fewer pages than threads.
 fn threads_for(bytes: u64, threads: u64) -> usize {
     if bytes / PAGE >= threads { usize::try_from(threads).unwrap_or(1) } else { 1 }
 }

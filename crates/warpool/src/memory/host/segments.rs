@@ -21,8 +21,8 @@ use crate::memory::Action;
 use crate::{Error, Result, lock};
 
 impl Shared {
-    /// Pins a segment for a request, and cuts the block from it. If the machine has no memory, cached segments are
-    /// unpinned first, and only what the request needs is pinned.
+    /// Pins a segment for a request, and splits the block off it. If the machine is out of memory, cached segments are
+    /// unpinned first, and only the bytes that the request needs are pinned.
     pub(super) fn pin_block(self: &Arc<Self>, home: usize, fit: &Fit, details: &Details) -> Result<Arc<PinnedBlock>> {
         let pinning = pinning_device(&self.instance, fit.device)?;
         let device = fit.device.unwrap_or(pinning);
@@ -36,7 +36,7 @@ impl Shared {
         if let Err(Error::Driver(error)) = &pinned
             && error.is_out_of_memory()
         {
-            // A segment that cannot be unpinned does not matter if the others suffice.
+            // A failure to unpin one segment is ignored if the others suffice.
             let unpinned = self.unpin_spare(u64::MAX, None, details);
             if matches!(unpinned, Ok(0)) && quota == least {
                 return Err(self.describe(error.clone().into(), least));
@@ -52,7 +52,7 @@ impl Shared {
         Ok(block)
     }
 
-    /// Says of a failure for lack of memory that host memory was to be pinned.
+    /// Adds to an out-of-memory error that host memory was being pinned, and advice.
     fn describe(&self, error: Error, bytes: u64) -> Error {
         match error {
             Error::Driver(error) if error.is_out_of_memory() => {
@@ -78,7 +78,7 @@ impl Shared {
                 Ok(quota) => return Ok(quota),
                 Err(exceeded) => exceeded,
             };
-            // All or nothing: a request that fails anyway unpins nothing.
+            // All or nothing: a request that would fail anyway unpins nothing.
             let spare: u64 = self.heap.spare(exceeded.device).iter().map(|&(size, _)| size).sum();
             if spare >= exceeded.excess {
                 self.unpin_spare(exceeded.excess, exceeded.device, details)?;
@@ -112,7 +112,7 @@ impl Shared {
         }
     }
 
-    /// Pins the reserved segment, once, if the settings ask for one. It is not required, so a failure is a warning.
+    /// Pins the reserved segment, once, if the settings ask for one. It is optional, so a failure is only logged.
     pub(super) fn pin_reserve(&self, home: usize, details: &Details) {
         if !self.limits.take_reserve() {
             return;
@@ -137,7 +137,7 @@ impl Shared {
     }
 
     /// Pins a segment whose quota was reserved for `counted`. On failure the quota is released, unless memory stays
-    /// pinned that is to be unpinned later.
+    /// pinned until a later call unpins it.
     fn pin_timed(&self, device: DeviceId, counted: DeviceId, bytes: u64) -> Result<(PinnedRange, Duration)> {
         let method = PinMethod::of(&lock(&self.settings));
         let begun = self.driver().now();
@@ -162,9 +162,9 @@ impl Shared {
 
     /// Unpins a segment, if it is free. Returns its bytes. On failure it stays.
     ///
-    /// The history entry is written before the driver call: after that another thread may be given the same address.
+    /// The history entry is written before the driver call, because afterwards another thread may get the same address.
     /// Trackers are called afterwards, since they may make requests, which wait for segments in transit. A failure is
-    /// written as another allocation.
+    /// recorded as another allocation.
     fn unpin_segment(&self, start: u64, details: &Details) -> Result<u64> {
         let Some(segment) = self.heap.begin_transit(start) else { return Ok(0) };
         let bytes = segment.range().bytes();
@@ -186,9 +186,9 @@ impl Shared {
         }
     }
 
-    /// Unpins spare segments, of a device or of all, until `bytes` are unpinned or none is left: the smallest one that
-    /// suffices, or else the largest, and so on. Returns the unpinned bytes. Continues after an error, and returns the
-    /// first if the rest did not suffice.
+    /// Unpins spare segments, of a device or of all, until `bytes` are unpinned or none is left: each time the smallest
+    /// one that suffices, or else the largest. Returns the unpinned bytes. Continues after an error, and returns the
+    /// first error if the rest did not suffice.
     pub(super) fn unpin_spare(&self, bytes: u64, device: Option<DeviceId>, details: &Details) -> Result<u64> {
         let mut spare = self.heap.spare(device);
         let mut unpinned = 0;
@@ -204,7 +204,8 @@ impl Shared {
         if unpinned >= bytes { Ok(unpinned) } else { outcome.map(|()| unpinned) }
     }
 
-    /// Unpins the segments that are not to be kept, and adds up their bytes. Failures are retried by the next call.
+    /// Unpins the segments that are not to be kept, and adds their bytes to the total. Failures are retried by the next
+    /// call.
     pub(super) fn unpin_listed(&self, unpinned: &mut u64, details: &Details) -> Result<()> {
         let mut outcome = self.unpin_unusable();
         let listed = self.pending.with(|pending| std::mem::take(&mut pending.to_unpin));

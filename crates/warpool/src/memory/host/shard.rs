@@ -1,11 +1,11 @@
 //! A shard of the heap: pinned segments, split into blocks by address. Best fit by size; a returned block is merged
 //! with its free neighbours at once.
 //!
-//! Small requests share segments; a large one has its own unless a free range fits; the reserved segment serves both.
-//! Free ranges are ordered by kind of segment, the device that it counts for, and size.
+//! Small requests share segments. A large request gets its own segment unless a free range fits. The reserved segment
+//! serves both. Free ranges are ordered by kind of segment, the device that it counts for, and size.
 //!
-//! No driver calls and no locks here. A segment that is being unpinned is *in transit*: the thread that unpins it has
-//! it.
+//! No driver calls and no locks here. A segment that is being unpinned is *in transit*: it is removed from the shard,
+//! and the unpinning thread owns it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -20,11 +20,11 @@ use crate::memory::Stack;
 /// Which requests a segment serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum SegmentUse {
-    /// Small ones.
+    /// Small requests.
     Small,
-    /// Large ones.
+    /// Large requests.
     Large,
-    /// All; it stays pinned until the allocator is closed.
+    /// All requests; it stays pinned until the allocator is closed.
     Reserve,
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Segment {
 
 /// A part of a segment.
 pub(super) enum Piece {
-    /// So many free bytes.
+    /// A free range of this number of bytes.
     Free(u64),
     /// A block, allocated or in a cache.
     Block(Arc<PinnedBlock>),
@@ -82,7 +82,7 @@ impl Segment {
         self.serves != SegmentUse::Reserve && self.is_free()
     }
 
-    /// Whether it is one free piece.
+    /// Whether it is a single free piece.
     fn is_free(&self) -> bool {
         self.pieces.len() == 1 && matches!(self.pieces.first_key_value(), Some((_, Piece::Free(_))))
     }
@@ -98,7 +98,7 @@ pub(super) struct Shard {
     free: BTreeSet<FreeRange>,
     /// The devices that its segments have counted for.
     devices: BTreeSet<DeviceId>,
-    /// For its blocks; made with the first of them.
+    /// The reference that its blocks share; created with the first of them.
     state_ref: Option<Arc<StateRef>>,
 }
 
@@ -133,7 +133,7 @@ impl Shard {
         }
     }
 
-    /// Cuts a block from the low end of a free range. A rest within the slack stays with the block.
+    /// Splits a block off the low end of a free range. A rest within the slack stays with the block.
     pub(super) fn split(&mut self, range: FreeRange, fit: &Fit, owner: BlockOwner<'_>) -> Arc<PinnedBlock> {
         let (serves, device, available, at) = range;
         assert!(self.free.remove(&range), "a free range is in the set");
@@ -149,8 +149,8 @@ impl Shard {
         block
     }
 
-    /// Merges a free block with its neighbours. Returns the start of its segment if that is spare now; and the piece,
-    /// to be dropped without the lock. `None`s if the segment is gone.
+    /// Merges a free block with its neighbours. Returns the start of its segment if that is spare now, and the piece
+    /// for the caller to drop without the lock. Both are `None` if the segment is gone.
     pub(super) fn merge(&mut self, block: &PinnedBlock) -> (Option<u64>, Option<Piece>) {
         let Some(segment) = self.segments.get_mut(&block.segment()) else { return (None, None) };
         let (serves, device) = (segment.serves, segment.device);
@@ -195,12 +195,12 @@ impl Shard {
         all.map(|(&start, segment)| (segment.range.bytes(), start))
     }
 
-    /// The start of the segment that a free range is all of, if that is spare.
+    /// The start of the segment that a free range covers, if that segment is spare.
     pub(super) fn spare_of(&self, (_, _, bytes, start): FreeRange) -> Option<u64> {
         self.segments.get(&start).filter(|segment| segment.is_spare() && segment.range.bytes() == bytes).map(|_| start)
     }
 
-    /// Takes out a segment, if it is free.
+    /// Removes a segment, if it is free.
     pub(super) fn remove(&mut self, start: u64) -> Option<Segment> {
         let segment = self.segments.get(&start).filter(|segment| segment.is_free())?;
         let range = (segment.serves, segment.device, segment.range.bytes(), start);
@@ -213,7 +213,8 @@ impl Shard {
         &self.segments
     }
 
-    /// Lets go of all segments and blocks, and of the allocator's state, to be dropped without the lock.
+    /// Removes all segments and blocks and the reference to the allocator's state, for the caller to drop without the
+    /// lock.
     pub(super) fn close(&mut self) -> (BTreeMap<u64, Segment>, Option<Arc<StateRef>>) {
         self.free.clear();
         (std::mem::take(&mut self.segments), self.state_ref.take())

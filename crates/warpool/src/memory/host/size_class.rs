@@ -1,4 +1,4 @@
-//! Size classes of pinned memory: what a request is rounded to, and how large segments are.
+//! Size classes of pinned memory: how requests are rounded, and how large segments are.
 //!
 //! Up to 256 KiB there are eight classes between two powers of two, so rounding wastes at most an eighth (below 4 KiB,
 //! the granularity of 512 bytes). Larger requests are rounded to pages only: a hundred requests of 1.1 MiB pin 110 MiB.
@@ -13,7 +13,7 @@ pub(super) const GRANULARITY: u64 = 512;
 pub(super) const PAGE: u64 = 4096;
 
 /// Requests up to this size share segments. The smallest segment holds more than seven blocks of the largest class, so
-/// its unused rest is small.
+/// little of it is unused.
 pub(super) const SMALL_MAX: u64 = 256 << 10;
 
 /// The number of classes: 8 up to a page, and 8 for each doubling from there to [`SMALL_MAX`].
@@ -22,7 +22,7 @@ pub(super) const CLASSES: usize = 8 + 8 * 6;
 /// The smallest segment for small requests.
 const SEGMENT_MIN: u64 = 2 << 20;
 
-/// The largest one.
+/// The largest segment for small requests.
 const SEGMENT_MAX: u64 = 32 << 20;
 
 /// Larger requests are refused: no machine has that much.
@@ -31,9 +31,9 @@ pub(super) const BYTES_MAX: u64 = 1 << 60;
 /// A request, and the blocks that fit it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fit {
-    /// What was requested.
+    /// The requested bytes.
     pub(super) bytes: u64,
-    /// The device that its memory must have been pinned for, if that matters.
+    /// The device that its memory must count for, if any.
     pub(super) device: Option<DeviceId>,
     /// The size of its block.
     pub(super) size: u64,
@@ -58,7 +58,7 @@ impl Fit {
         if bytes > round_max {
             let unit = if bytes > SMALL_MAX { PAGE } else { GRANULARITY };
             let size = bytes.next_multiple_of(unit);
-            // It may still have the size of a class, and then its blocks are cached there.
+            // It may still have exactly the size of a class; its blocks are cached in that class then.
             return (size, class_of_block(size), 0);
         }
         if bytes > SMALL_MAX {
@@ -70,7 +70,7 @@ impl Fit {
         (size, Some(class), 0)
     }
 
-    /// Whether it shares segments with others.
+    /// Whether it shares segments with other requests.
     pub(super) fn is_small(&self) -> bool {
         self.size <= SMALL_MAX
     }
@@ -100,8 +100,8 @@ pub(super) fn class_of_block(size: u64) -> Option<u8> {
     (rounded == size).then_some(class)
 }
 
-/// The size of the next segment for small requests, given the bytes of those that exist. An eighth of them: an unused
-/// rest wastes at most an eighth, and the number of driver calls grows with the logarithm.
+/// The size of the next segment for small requests, given the bytes of those that exist. An eighth of them, so that an
+/// unused rest wastes at most an eighth, and the number of driver calls grows logarithmically.
 pub(super) fn shared_segment(bytes_pinned: u64) -> u64 {
     (bytes_pinned / 8 / SEGMENT_MIN * SEGMENT_MIN).clamp(SEGMENT_MIN, SEGMENT_MAX)
 }

@@ -1,6 +1,7 @@
 //! The counters of pinned host memory, by PyTorch's names.
 //!
-//! Requests are counted in the front caches that serve them, pinned memory in the heap. Reading adds them up.
+//! Requests are counted in the front caches that serve them, pinned memory in the heap. Reading the statistics adds
+//! them up.
 
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ pub struct HostTime {
     pub max_us: u64,
     /// The shortest; 0 if there was none.
     pub min_us: u64,
-    /// How many.
+    /// The number of calls.
     pub count: u64,
 }
 
@@ -59,8 +60,8 @@ pub struct HostStats {
     pub host_free_time: HostTime,
     /// Pinned bytes by device. PyTorch has no such counter.
     pub pinned_bytes_by_device: Vec<u64>,
-    /// Free bytes, in whole segments or parts of them, without those in the pools of live graphs. PyTorch has no such
-    /// counter.
+    /// Free bytes, in whole segments or parts of them, not including those in the pools of live graphs. PyTorch has no
+    /// such counter.
     pub cached_bytes: u64,
 }
 

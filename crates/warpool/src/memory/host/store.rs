@@ -1,5 +1,5 @@
-//! Where blocks go that nothing uses any more: a front cache, a graph's pool, or the free ranges of the heap. No driver
-//! calls: segments that are not to be kept are listed for `segments.rs`.
+//! Where unused blocks go: a front cache, a graph's pool, or the free ranges of the heap. No driver calls: segments
+//! that are not to be kept are listed for `segments.rs`.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::lock;
 use crate::memory::Action;
 
 impl Shared {
-    /// Second half of a free that is not the hot path: nothing uses the block any more.
+    /// Second half of a free that is not on the hot path: nothing uses the block any more.
     pub(super) fn complete_free(&self, block: Arc<PinnedBlock>, details: &Details) {
         self.history.record_free(Action::FreeCompleted, &block, details);
         lock(&block.usage).stack = None;
@@ -38,7 +38,7 @@ impl Shared {
         }
     }
 
-    /// Puts away a block of a graph's pool, which was counted as free before.
+    /// Stores a block of a graph's pool, which was counted as free before.
     pub(super) fn put_away(&self, block: Arc<PinnedBlock>) {
         block.clear_flags(IN_GRAPH_POOL);
         let refused = if self.keeps(&block) { self.front.put(block) } else { Err(block) };
@@ -67,7 +67,8 @@ impl Shared {
         any
     }
 
-    /// Merges blocks that were withheld for unknown graphs. When the allocator is closed: nothing uses them any more.
+    /// Merges blocks that were withheld for unknown graphs. Called when the allocator is closed: nothing uses them any
+    /// more.
     pub(super) fn merge_leaked(&self) {
         let is_leaked =
             |block: &PinnedBlock| block.state() == PinnedState::PendingFree && lock(&block.usage).is_leaked();

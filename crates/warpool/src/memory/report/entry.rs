@@ -11,9 +11,9 @@ pub type Stack = Arc<[Frame]>;
 /// An entry of the allocation history, as trackers see it. [`TraceEntry`](super::TraceEntry) is its form in snapshots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistoryEntry {
-    /// What happened.
+    /// The kind of event.
     pub action: Action,
-    /// The address; of an [`Action::Oom`], the bytes that were free on the device.
+    /// The address; for an [`Action::Oom`], the bytes that were free on the device.
     pub addr: u64,
     /// The size in bytes.
     pub size: u64,

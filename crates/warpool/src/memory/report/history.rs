@@ -1,7 +1,7 @@
 //! The allocation history: a ring of the newest entries.
 //!
 //! Entries hold references to call stacks and texts, so that these are freed with the last entry that leaves the ring;
-//! they get ids when a snapshot is taken. Off, the history costs one branch per call.
+//! they get ids when a snapshot is taken. A history that is off costs one branch per call.
 
 use std::sync::Arc;
 
@@ -14,28 +14,28 @@ use crate::{Error, Result};
 /// Where call stacks are recorded, if a hook is set: each level includes the ones before.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum StackLevel {
-    /// Nowhere.
+    /// No call stacks.
     #[default]
     Never,
-    /// With allocated blocks.
+    /// For allocated blocks.
     State,
-    /// With segments and in entries too. Those of a free have the stack of the allocation, or of a later call that
-    /// completes the free.
+    /// Also for segments and in entries. The entries of a free have the stack of the allocation, or of a later call
+    /// that completes the free.
     Alloc,
-    /// Entries of frees have their own.
+    /// Entries of frees have their own stack.
     All,
 }
 
 /// How the history is recorded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistoryOptions {
-    /// How many entries are kept, the newest; at least 1.
+    /// How many entries are kept, at least 1. The newest are kept.
     pub entries_max: usize,
     /// Where call stacks are recorded.
     pub stacks: StackLevel,
     /// Actions that are not recorded. Trackers still see them.
     pub skip: Vec<Action>,
-    /// Added to the driver's clock, in microseconds: a Unix time, if entries are to carry one.
+    /// An offset that is added to the driver's clock, in microseconds, for example to get Unix times.
     pub epoch_us: i64,
 }
 
@@ -47,7 +47,7 @@ impl Default for HistoryOptions {
 }
 
 impl HistoryOptions {
-    /// Skips actions by their names in snapshots. [`Error::UnknownAction`] for any other.
+    /// Skips actions by their names in snapshots. [`Error::UnknownAction`] for an unknown name.
     pub fn skipping(mut self, names: &[&str]) -> Result<Self> {
         for &name in names {
             let action = Action::from_name(name).ok_or_else(|| Error::UnknownAction {
@@ -67,7 +67,7 @@ pub(crate) struct History {
     ring: Ring,
 }
 
-/// What of the options each entry needs.
+/// The options that are needed for each entry.
 #[derive(Debug)]
 struct RecordedAs {
     stacks: StackLevel,
@@ -126,7 +126,7 @@ impl History {
         }
     }
 
-    /// The same of a free that is completed at once: both entries.
+    /// As [`write_plain`](Self::write_plain), for both entries of a free that is completed at once.
     #[inline]
     pub(crate) fn write_plain_free(&mut self, addr: u64, size: u64, stream: u64, pool: MemPoolId, time_us: i64) {
         let action = Action::FreeRequested;

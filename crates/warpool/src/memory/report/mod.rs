@@ -1,4 +1,4 @@
-//! What an allocator reports: statistics, the allocation history, snapshots and the observers that are called.
+//! The reports of an allocator: statistics, the allocation history, snapshots and observers.
 
 mod entry;
 mod history;

@@ -1,10 +1,10 @@
-//! What an allocator calls: trackers, observers of out-of-memory errors, pressure callbacks, trim hooks, and the hook
-//! that collects call stacks.
+//! The callbacks of an allocator: trackers, observers of out-of-memory errors, pressure callbacks, trim hooks, and the
+//! hook that collects call stacks.
 //!
-//! All run without any lock of the allocator held, and may call it. Checking whether there are any costs one load.
+//! All run without any lock of the allocator, and may call it. Checking whether there are any costs one load.
 //!
-//! A panic of one reaches the caller of the allocator, after the others were called. None is called by a thread that
-//! unwinds already, but for out-of-memory observers and pressure callbacks, whose panics end there.
+//! A panic of one reaches the caller of the allocator, after the others were called. A thread that is already unwinding
+//! calls none, except out-of-memory observers and pressure callbacks, whose panics are then caught.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -20,7 +20,7 @@ use crate::error::OomReport;
 use crate::lock;
 use crate::unwind::call_each;
 
-/// Called with every entry, also while no history is recorded.
+/// Called with every entry, even while no history is recorded.
 pub type Tracker = Arc<dyn Fn(DeviceId, &HistoryEntry) + Send + Sync>;
 
 /// Called with every out-of-memory report, before the request fails.
@@ -29,7 +29,8 @@ pub type OomObserver = Arc<dyn Fn(&OomReport) + Send + Sync>;
 /// Called when no cached block fits a request, before the driver is called. Returns whether it freed anything.
 pub type PressureCallback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
 
-/// Called before cached memory of a device is returned to the driver: the time to free what is kept only for later.
+/// Called before cached memory of a device is returned to the driver. It should free memory that is only kept for later
+/// use.
 pub type TrimHook = Arc<dyn Fn(DeviceId) + Send + Sync>;
 
 /// Collects the call stack of the calling thread.
@@ -57,7 +58,7 @@ impl ActionSet {
     }
 }
 
-/// Identifies what was attached, to detach it.
+/// Identifies an attached callback, for detaching it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ObserverId(u64);
 
@@ -72,19 +73,19 @@ pub struct Observers {
     trims: List<TrimHook>,
     stacks: List<StackHook>,
     next: AtomicU64,
-    /// The part of the allocator's memory that libraries use as workspaces.
+    /// Statistics of the memory that libraries use as workspaces.
     pub(crate) workspaces: WorkspaceStats,
 }
 
 impl Observers {
-    /// Calls `tracker` for every one of `actions` ([`Action::ALL`] for all).
+    /// Calls `tracker` for every entry with one of `actions` ([`Action::ALL`] for all).
     pub fn attach_tracker(&self, actions: &[Action], tracker: Tracker) -> ObserverId {
         let id = self.trackers.add(self.next_id(), (ActionSet::of(actions), tracker));
         self.count_tracked();
         id
     }
 
-    /// Calls `observer` with out-of-memory reports, those of rejections included.
+    /// Calls `observer` with out-of-memory reports, including those of rejections.
     pub fn attach_oom_observer(&self, observer: OomObserver) -> ObserverId {
         self.ooms.add(self.next_id(), observer)
     }
@@ -99,12 +100,12 @@ impl Observers {
         self.trims.add(self.next_id(), hook)
     }
 
-    /// Collects call stacks with `hook`, where the history records them; `None`, the default, collects none.
+    /// Sets the hook that collects call stacks for the history; `None`, the default, collects none.
     pub fn set_stack_hook(&self, hook: Option<StackHook>) {
         self.stacks.replace(hook.map(|hook| (self.next_id(), hook)));
     }
 
-    /// Detaches; returns whether it was attached.
+    /// Detaches a callback; returns whether it was attached.
     pub fn detach(&self, id: ObserverId) -> bool {
         if self.trackers.remove(id) {
             self.count_tracked();
@@ -137,7 +138,7 @@ impl Observers {
         call_each(self.ooms.all(), |observer| observer(report));
     }
 
-    /// Calls all pressure callbacks, also after one has freed something. Returns whether any did.
+    /// Calls all pressure callbacks, even after one has freed something. Returns whether any did.
     pub(crate) fn run_pressure_callbacks(&self, device: DeviceId) -> bool {
         let mut freed = false;
         call_each(self.pressure.all(), |callback| freed |= callback(device));
@@ -171,9 +172,9 @@ impl fmt::Debug for Observers {
     }
 }
 
-/// A list that changes seldom and is often empty.
+/// A list that rarely changes and is often empty.
 struct List<T> {
-    /// In a forked child the entries may be locked for ever.
+    /// In a forked child the lock may be held forever.
     origin: Origin,
     entries: Mutex<Vec<(ObserverId, T)>>,
     count: AtomicU32,
@@ -207,7 +208,7 @@ impl<T: Clone> List<T> {
         removed.flatten().is_some()
     }
 
-    /// Copies, to be called without the lock.
+    /// Copies of the entries, to be called without the lock.
     fn all(&self) -> Vec<T> {
         if self.is_empty() {
             return Vec::new();
@@ -215,8 +216,8 @@ impl<T: Clone> List<T> {
         lock(&self.entries).iter().map(|(_, entry)| entry.clone()).collect()
     }
 
-    /// What `act` removes is returned, to be dropped without the lock: it may own blocks, whose drop calls trackers.
-    /// `None`, and nothing changes, in a forked child.
+    /// Returns the result of `act`, such as removed entries, for the caller to drop without the lock: they may own
+    /// blocks, whose drop calls trackers. `None`, without any change, in a forked child.
     fn change<R>(&self, act: impl FnOnce(&mut Vec<(ObserverId, T)>) -> R) -> Option<R> {
         if !self.origin.is_here() {
             return None;

@@ -1,5 +1,5 @@
-//! Recording of what allocators do. What entries will say is collected before a device's lock is taken; entries are
-//! written under it; trackers are called after it is released.
+//! Recording of history entries. Their details are collected before a device's lock is taken; entries are written under
+//! the lock; trackers are called after it is released.
 //!
 //! Nothing here calls user code under a lock. Without a history and trackers it costs two loads and a branch.
 
@@ -16,7 +16,7 @@ use super::texts::{EntryTexts, entry_texts, has_entry_texts};
 use super::{Action, HistoryOptions, Observers, Stack, StackLevel};
 use crate::memory::MemPoolId;
 
-/// Whether a history is recorded, and from which level on with call stacks: what is read before the lock is taken.
+/// Whether a history is recorded, and from which level on with call stacks. Read before the lock is taken.
 #[derive(Debug, Default)]
 pub(crate) struct HistoryFlags {
     on: AtomicBool,
@@ -52,13 +52,13 @@ impl HistoryFlags {
             && !has_entry_texts()
     }
 
-    /// Collects what entries of this call will say; with the call stack, if that is recorded from `level` on.
+    /// Collects the details for the entries of this call, with the call stack if `level` is recorded with one.
     #[inline]
     pub(crate) fn entry_details(&self, level: StackLevel, observers: &Observers, driver: &dyn Driver) -> EntryDetails {
         self.entry_details_with(level, observers, driver, || observers.stack())
     }
 
-    /// The same; `stack` collects the call stack.
+    /// As [`entry_details`](Self::entry_details); `stack` collects the call stack.
     #[inline]
     pub(crate) fn entry_details_with(
         &self,
@@ -84,7 +84,7 @@ impl HistoryFlags {
 /// The actions of every allocation and every free.
 const HOT: [Action; 3] = [Action::Alloc, Action::FreeRequested, Action::FreeCompleted];
 
-/// What entries say beside the memory: time, call stack and texts.
+/// The details of entries besides the memory: time, call stack and texts.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct EntryDetails {
     /// The actions that trackers see.
@@ -95,12 +95,12 @@ pub(crate) struct EntryDetails {
     texts: EntryTexts,
 }
 
-/// Of calls of which nothing is recorded.
+/// The details of calls that are not recorded.
 static NOT_RECORDED: EntryDetails =
     EntryDetails { tracked: ActionSet::NONE, time_us: None, stack: None, texts: EntryTexts::NONE };
 
 impl EntryDetails {
-    /// The details of a call of which nothing is recorded: what is collected while nothing is.
+    /// The details of a call that is not recorded.
     #[inline]
     pub(crate) fn not_recorded() -> &'static Self {
         &NOT_RECORDED
@@ -133,7 +133,7 @@ impl EntryDetails {
         Self { stack: Some(Stack::clone(stack)), ..self.clone() }
     }
 
-    /// With the time, if there are trackers: for actions that not every call takes.
+    /// Adds the time if there are trackers, for actions that are not part of every call.
     pub(crate) fn timed(mut self, driver: &dyn Driver) -> Self {
         if !self.tracked.is_empty() {
             self.time_us.get_or_insert_with(|| now_us(driver));
@@ -150,7 +150,7 @@ pub(crate) fn now_us(driver: &dyn Driver) -> i64 {
     seconds.saturating_mul(1_000_000).saturating_add(i64::from(now.subsec_micros()))
 }
 
-/// What happened on one device: the history, and entries that trackers have not seen yet.
+/// The recorded entries of one device: the history, and entries that trackers have not seen yet.
 #[derive(Debug, Default)]
 pub(crate) struct HistoryRecorder {
     pub(crate) history: History,
@@ -170,7 +170,7 @@ impl HistoryRecorder {
         !self.unreported.is_empty()
     }
 
-    /// The entries for [`Observers::track`], to be called without the lock.
+    /// Takes the entries for [`Observers::track`], which is called without the lock.
     pub(crate) fn take_unreported(&mut self) -> Vec<HistoryEntry> {
         std::mem::take(&mut self.unreported)
     }
@@ -205,7 +205,7 @@ impl HistoryRecorder {
         }
     }
 
-    /// With stack and texts, and for trackers.
+    /// Records an entry with stack and texts, and for trackers.
     #[inline(never)]
     fn record_all(
         &mut self,
@@ -231,7 +231,7 @@ impl HistoryRecorder {
         }
     }
 
-    /// The call stack for entries and segments: blocks alone have one at lower levels.
+    /// The call stack for entries and segments. At lower levels only blocks have one.
     pub(crate) fn stack_of_entry(&self, details: &EntryDetails) -> Option<Stack> {
         details.stack.clone().filter(|_| self.history.stack_level() >= StackLevel::Alloc)
     }

@@ -1,6 +1,6 @@
 //! The newest entries of a history, in a ring of fixed size. Most entries have no call stack and no text, so these are
-//! behind a pointer: an entry is less than a cache line, and recording it writes nothing else. Most frees are completed
-//! at once: their two entries are stored as one.
+//! stored behind a pointer: an entry is smaller than a cache line, and recording it writes nothing else. Most frees are
+//! completed at once: their two entries are stored as one.
 
 use super::Action;
 use super::entry::{HistoryEntry, Stack};
@@ -17,11 +17,12 @@ pub(super) struct StoredEntry {
     pub(super) pool: MemPoolId,
     pub(super) extras: Option<Box<Extras>>,
     pub(super) action: Action,
-    /// Whether it is a free that was completed at once: it stands for that entry too, which says the same.
+    /// Whether it is a free that was completed at once. It then represents the completion entry too, which has the same
+    /// data.
     pub(super) completes: bool,
 }
 
-/// What few entries have.
+/// Data that few entries have.
 #[derive(Clone, Debug)]
 pub(super) struct Extras {
     pub(super) stack: Option<Stack>,
@@ -29,13 +30,13 @@ pub(super) struct Extras {
 }
 
 impl StoredEntry {
-    /// The entries that it stands for, oldest first.
+    /// The entries that it represents, oldest first.
     fn to_entries(&self) -> impl Iterator<Item = HistoryEntry> {
         let completed = || HistoryEntry { action: Action::FreeCompleted, ..self.to_entry() };
         std::iter::once(self.to_entry()).chain(self.completes.then(completed))
     }
 
-    /// As trackers see it.
+    /// The entry as trackers see it.
     pub(super) fn to_entry(&self) -> HistoryEntry {
         let extras = self.extras.as_deref();
         HistoryEntry {
@@ -55,13 +56,13 @@ impl StoredEntry {
 #[derive(Debug, Default)]
 pub(super) struct Ring {
     entries: Vec<StoredEntry>,
-    /// Where the next entry goes: at the end until the ring is full, then to where the oldest one is.
+    /// Where the next entry goes: to the end until the ring is full, then in place of the oldest entry.
     next: usize,
     entries_max: usize,
 }
 
 impl Ring {
-    /// Sets how many entries are kept, at least 1. Of those that it has the newest stay.
+    /// Sets how many entries are kept, at least 1. The newest of the existing entries are kept.
     pub(super) fn resize(&mut self, entries_max: usize) {
         if self.next < self.entries.len() {
             self.entries.rotate_left(self.next);
@@ -84,7 +85,7 @@ impl Ring {
         }
     }
 
-    /// Oldest first.
+    /// The entries, oldest first.
     pub(super) fn iter(&self) -> impl Iterator<Item = HistoryEntry> {
         let (newest, oldest) = self.entries.split_at(self.next.min(self.entries.len()));
         let count = self.entries.len() + self.entries.iter().filter(|entry| entry.completes).count();

@@ -30,7 +30,7 @@ pub struct Snapshot {
     pub stacks: Vec<Arc<[Frame]>>,
 }
 
-/// A segment; of an expandable one, a mapped range without holes.
+/// A segment, or a contiguous mapped range of an expandable segment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SegmentInfo {
     /// The device; -1 is the host.
@@ -62,9 +62,9 @@ pub struct SegmentInfo {
 /// The requests that a segment serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SegmentKind {
-    /// Up to 1 MiB.
+    /// Requests up to 1 MiB.
     Small,
-    /// More.
+    /// Requests above 1 MiB.
     Large,
 }
 
@@ -86,7 +86,7 @@ pub struct BlockInfo {
     pub address: u64,
     /// Its size.
     pub size: u64,
-    /// The requested size; of an inactive block, that of its last allocation.
+    /// The requested size; for an inactive block, that of its last allocation.
     pub requested_size: u64,
     /// Its state.
     pub state: BlockState,
@@ -94,7 +94,7 @@ pub struct BlockInfo {
     pub stack: Option<StackId>,
 }
 
-/// The state of a block, as PyTorch's snapshots tell them apart.
+/// The state of a block, as in PyTorch's snapshots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum BlockState {
     /// Allocated.
@@ -123,11 +123,11 @@ impl BlockState {
 /// An entry of the history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceEntry {
-    /// What happened.
+    /// The kind of event.
     pub action: Action,
-    /// The address; of an [`Action::Oom`], the bytes that were free on the device.
+    /// The address; for an [`Action::Oom`], the bytes that were free on the device.
     pub addr: u64,
-    /// The size in bytes: of blocks the requested one, of segments the whole.
+    /// The size in bytes: the requested size for blocks, the whole size for segments.
     pub size: u64,
     /// The stream, by the driver's handle.
     pub stream: u64,
@@ -164,7 +164,7 @@ impl TraceEntry {
     }
 }
 
-/// What an entry is about.
+/// The kind of event that an entry records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Action {
@@ -255,11 +255,11 @@ pub struct Frame {
 
 /// A call stack of a [`Snapshot`]: an index into [`Snapshot::stacks`].
 ///
-/// An `Option` of it is no larger: each of millions of events has two.
+/// An `Option` of it is no larger, since each of millions of entries has two.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StackId(NonZeroU32);
 
-/// A text of a [`Snapshot`], of [`Snapshot::texts`]. An `Option` of it is no larger.
+/// A text of a [`Snapshot`]: an index into [`Snapshot::texts`]. An `Option` of it is no larger.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TextId(NonZeroU32);
 
@@ -330,21 +330,21 @@ impl Texts {
     /// The text with that id.
     ///
     /// # Panics
-    /// If the id is not one of its own.
+    /// If the id does not belong to these texts.
     #[must_use]
     pub fn get(&self, id: TextId) -> &str {
         &self.list[id.index()]
     }
 }
 
-/// The settings in a snapshot. `None` where a recording has no value: older versions record fewer.
+/// The settings in a snapshot. `None` if a recording has no value: older versions record fewer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RecordedSettings {
     /// The settings string.
     pub conf: Option<String>,
     /// `max_split_size` in bytes; -1 is unlimited.
     pub max_split_size: Option<i64>,
-    /// The share of the limit above which old segments are released.
+    /// The fraction of the limit above which old segments are released.
     pub garbage_collection_threshold: Option<f64>,
     /// Whether segments are expandable.
     pub expandable_segments: Option<bool>,

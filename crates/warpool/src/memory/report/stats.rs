@@ -17,7 +17,7 @@ use crate::memory::MemPoolId;
 pub struct Stat {
     /// The current value.
     pub current: u64,
-    /// The highest value.
+    /// The highest value since the last reset.
     pub peak: u64,
     /// The sum of all increases.
     pub allocated: u64,
@@ -45,7 +45,7 @@ impl Stat {
         self.freed += by;
     }
 
-    /// Adds and subtracts `by`, or the other way round; the value was as high before.
+    /// Counts an increase and a decrease by `by`. Neither the current value nor the peak changes.
     pub(crate) fn repeat(&mut self, by: u64) {
         self.allocated += by;
         self.freed += by;
@@ -63,11 +63,11 @@ impl Stat {
     }
 }
 
-/// A statistic of all blocks, of those of small pools, and of those of large pools. The peak of all is not the sum of
-/// the peaks.
+/// A statistic over all blocks, over those in small pools, and over those in large pools. The peak of all is not the
+/// sum of the peaks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StatByKind {
-    /// Both.
+    /// Small and large pools.
     pub all: Stat,
     /// Small pools.
     pub small_pool: Stat,
@@ -90,7 +90,7 @@ impl StatByKind {
         self.of_mut(kind).decrease(by);
     }
 
-    /// Adds `by` to that kind and to all and subtracts it, or the other way round; the values were as high before.
+    /// Counts an increase and a decrease by `by`, for that kind and for all. Neither current values nor peaks change.
     pub(crate) fn repeat(&mut self, kind: SegmentKind, by: u64) {
         self.all.repeat(by);
         self.of_mut(kind).repeat(by);
@@ -134,13 +134,13 @@ impl StatByKind {
 pub struct Stats {
     /// Allocated blocks.
     pub allocation: StatByKind,
-    /// Segments. Expandable ones do not count; of the paged allocator, runs of addresses with pages behind them do.
+    /// Segments. Expandable segments do not count. For the paged allocator, contiguous mapped address ranges count.
     pub segment: StatByKind,
     /// Allocated blocks and pending frees.
     pub active: StatByKind,
     /// Free blocks of segments that are partly in use. Those of expandable segments do not count. The paged allocator
-    /// computes them when they are read: the peak is the highest value that was read, and what was added and removed
-    /// between two reads is their difference.
+    /// computes them when they are read: the peak is the highest value that was read, and increases and decreases are
+    /// the differences between reads.
     pub inactive_split: StatByKind,
     /// Bytes of allocated blocks.
     pub allocated_bytes: StatByKind,
@@ -168,16 +168,16 @@ pub struct Stats {
     pub num_device_free: u64,
     /// How often a request was rejected before the driver was called.
     pub num_oom_rejections: u64,
-    /// The size from which blocks are not split; -1 is none.
+    /// The size from which on blocks are not split; -1 is none.
     pub max_split_size: i64,
-    /// Bytes reserved by each private pool. An entry is removed with its pool: PyTorch keeps it, and grows with every
-    /// pool that ever existed.
+    /// Bytes reserved by each private pool. An entry is removed with its pool: PyTorch keeps the entries of all pools
+    /// that ever existed.
     pub reserved_bytes_by_private_pools: BTreeMap<MemPoolId, StatByKind>,
-    /// Bytes of workspaces of libraries ([`blas`](crate::blas)). They are allocated ones too. PyTorch has no such
+    /// Bytes of workspaces of libraries ([`blas`](crate::blas)). They also count as allocated. PyTorch has no such
     /// statistic.
     pub workspace_bytes: Stat,
-    /// Bytes of segments whose memory sleeps ([`Tags`](crate::memory::Tags)): the driver has it, and `reserved_bytes`
-    /// does not count it. Blocks in it are still allocated ones. PyTorch has no such statistic.
+    /// Bytes of segments whose memory is asleep ([`Tags`](crate::memory::Tags)): it is released to the driver, and
+    /// `reserved_bytes` does not count it. Blocks in it still count as allocated. PyTorch has no such statistic.
     pub asleep_bytes: StatByKind,
 }
 

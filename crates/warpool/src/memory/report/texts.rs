@@ -1,4 +1,4 @@
-//! Texts that a thread has set for the entries that it causes: the program's metadata, and its compiled regions.
+//! Texts that a thread has set for its history entries: the program's metadata, and its compiled regions.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ thread_local! {
         const { RefCell::new(ThreadTexts { user_metadata: None, compile_contexts: Vec::new() }) };
 }
 
-/// Changes the thread's texts. At the end of the thread they may be destroyed already: then entries have none.
+/// Changes the thread's texts. At the end of the thread they may already be destroyed; entries have none then.
 fn change<R>(change: impl FnOnce(&mut ThreadTexts) -> R) -> Option<R> {
     let changed = TEXTS.try_with(|texts| {
         let mut texts = texts.borrow_mut();
@@ -84,7 +84,7 @@ pub fn user_metadata() -> Option<Arc<str>> {
 
 /// Runs `act` with `text` as metadata instead of the program's.
 pub(crate) fn with_metadata<R>(text: &str, act: impl FnOnce() -> R) -> R {
-    /// Dropped, also by a panic, it restores the program's.
+    /// Restores the program's metadata when dropped, also by a panic.
     struct Restore(Option<Arc<str>>);
 
     impl Drop for Restore {

@@ -46,7 +46,7 @@ pub struct Warning {
     pub key: String,
     /// The byte position; `None` if the value was set before.
     pub at: Option<usize>,
-    /// What is odd, and what to do.
+    /// What has no effect or is unexpected, and what to do.
     pub text: String,
 }
 

@@ -126,7 +126,7 @@ pub struct Settings {
     pub pinned: PinnedSettings,
     /// Which of two free blocks of one size is used first.
     pub free_block_order: FreeBlockOrder,
-    /// How much of each device may be reserved, beside the fraction.
+    /// How many bytes of each device may be reserved, in addition to the limit by the fraction.
     pub memory_cap_bytes: Option<u64>,
     /// Percent of peak live memory that the paged allocator may reserve beyond it, before it takes pages from free
     /// memory elsewhere; 0 is the tightest.
@@ -150,7 +150,7 @@ pub struct PinnedSettings {
     pub max_cached_bytes: Option<u64>,
     /// Errors while memory is freed are logged and ignored.
     pub free_catch_all: bool,
-    /// How much may be pinned in all; `None`: no limit.
+    /// How much may be pinned in total; `None`: no limit.
     pub cap_bytes: Option<u64>,
     /// How much may be pinned for each device; `None`: no limit.
     pub device_cap_bytes: Option<u64>,
@@ -186,8 +186,8 @@ impl Backend {
 /// Which of two free blocks of one size is used first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum FreeBlockOrder {
-    /// The one whose segment was allocated first, as in PyTorch after 2.11: the same program gets the same blocks at
-    /// whatever addresses the driver places its segments.
+    /// The one whose segment was allocated first, as in PyTorch after 2.11: the same program gets the same blocks,
+    /// whatever the addresses of its segments.
     #[default]
     Registration,
     /// The one at the lower address, as in PyTorch up to 2.11.
@@ -213,7 +213,7 @@ impl FreeBlockOrder {
 pub enum Reserve {
     /// A fraction of the device's memory.
     Fraction(f64),
-    /// So many bytes.
+    /// This number of bytes.
     Bytes(u64),
 }
 
@@ -282,8 +282,8 @@ impl Settings {
         Lint::of(&Self { backend, ..Self::default() }, string, Mode::First).into_result()
     }
 
-    /// The settings of a string that comes on top of these before they are in effect: as [`updated`](Self::updated),
-    /// but it may name another backend.
+    /// The settings of a further string that is applied before these take effect: as [`updated`](Self::updated), but
+    /// the string may name another backend.
     ///
     /// # Errors
     /// All problems of the string.
@@ -315,7 +315,7 @@ impl Settings {
         self.roundup_power2_divisions[power.saturating_sub(20).min(last)]
     }
 
-    /// The string that gives these settings: what differs from the defaults, in the order of the keys.
+    /// The string that gives these settings: the values that differ from the defaults, in the order of the keys.
     ///
     /// Parsed again it gives the same, except for [`text`](Self::text). Field values that no string can give are
     /// written as closely as the grammar allows: sizes in whole MiB.

@@ -8,7 +8,7 @@ use super::keys::{Key, suggestion};
 use super::syntax::{Value, Word, entries, problem};
 use super::{Backend, MIB, Settings, value};
 
-/// What a string is read for.
+/// The purpose for which a string is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     /// The first settings.

@@ -60,7 +60,7 @@ impl Settings {
         if problems.is_empty() { Ok((settings, warnings)) } else { Err(SettingsError { problems }) }
     }
 
-    /// Applies the values recorded beside the string.
+    /// Applies the values that were recorded in addition to the string.
     fn apply_recorded(&mut self, recorded: &RecordedSettings, problems: &mut Vec<Problem>) {
         let mut reject = |key: Key, text: String| {
             problems.push(Problem {
@@ -144,7 +144,8 @@ mod tests {
     use super::*;
     use crate::memory::settings::MIB;
 
-    /// Reads a recording with that string and what `change` adds; shows what came of it and what was passed over.
+    /// Reads a recording with that string and the changes of `change`; checks the resulting settings and the ignored
+    /// entries.
     fn check(conf: &str, change: impl FnOnce(&mut RecordedSettings), expected: &str) {
         let mut recorded = RecordedSettings { conf: Some(conf.into()), ..RecordedSettings::default() };
         change(&mut recorded);

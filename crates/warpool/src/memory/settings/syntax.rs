@@ -43,7 +43,7 @@ pub(super) fn entries(string: &str) -> (Vec<(Word, Value)>, Vec<Problem>) {
 struct Cursor {
     tokens: Vec<Token>,
     next: usize,
-    /// The length of the string: the position of what is missing.
+    /// The length of the string: the position that is reported for a missing token.
     end: usize,
 }
 

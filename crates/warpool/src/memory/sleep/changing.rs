@@ -1,5 +1,5 @@
-//! Pools that a call puts to sleep or wakes: nothing is allocated from them meanwhile, and whatever happens, all of
-//! them are in one state afterwards.
+//! Pools that a call puts to sleep or wakes. Nothing is allocated from them meanwhile, and all of them are in the same
+//! state afterwards, even after an error or a panic.
 
 use std::sync::Arc;
 
@@ -8,8 +8,9 @@ use super::shared::{Shared, TagPool};
 use crate::error::SleepCall;
 use crate::memory::{Asleep, HostBlock};
 
-/// Pools between two states. Dropped before the call is [complete](Self::complete), also by a panic, they are in the
-/// state from before, but asleep if any of them lacks anything, or if copies may still read it.
+/// Pools between two states. If it is dropped before the call is [complete](Self::complete), also by a panic, the pools
+/// return to their previous state; but they are asleep if any memory or contents are missing, or if copies may still
+/// use them.
 pub(super) struct Changing<'a> {
     shared: &'a Shared,
     pub(super) pools: Vec<ChangingPool<'a>>,
@@ -19,12 +20,12 @@ pub(super) struct Changing<'a> {
 
 pub(super) struct ChangingPool<'a> {
     pub(super) pool: &'a TagPool,
-    /// What the pool is if it sleeps when the call ends.
+    /// The state of the pool if it is asleep when the call ends.
     pub(super) sleeping: Sleeping,
 }
 
 impl<'a> Changing<'a> {
-    /// Begins `call`. `keeps_contents` counts for pools that are awake.
+    /// Begins `call`. `keeps_contents` applies to pools that are awake.
     pub(super) fn begin(shared: &'a Shared, pools: &[&'a TagPool], call: SleepCall, keeps_contents: bool) -> Self {
         let since_us = shared.now_us();
         let begin = |pool: &&'a TagPool| {
@@ -43,7 +44,7 @@ impl<'a> Changing<'a> {
     }
 
     fn set_asleep(&self, pool: &TagPool, asleep: Option<Asleep>) {
-        // It fails only for a device that does not exist.
+        // This fails only for a device that does not exist.
         let _ = self.shared.pool_sleep().set_asleep(pool.device(), pool.id, asleep);
     }
 
@@ -52,7 +53,7 @@ impl<'a> Changing<'a> {
         self.pools[at].sleeping.saved.extend(pieces.iter().cloned());
     }
 
-    /// The call succeeded.
+    /// Ends a call that succeeded.
     pub(super) fn complete(mut self) {
         self.is_complete = true;
     }

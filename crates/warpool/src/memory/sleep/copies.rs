@@ -1,4 +1,4 @@
-//! Copies between device memory and pinned host memory, in chunks on several streams, and zeroes.
+//! Copies between device memory and pinned host memory, in chunks on several streams, and zero fills.
 
 use std::sync::Arc;
 
@@ -10,11 +10,11 @@ use crate::{Device, Error, Result, StreamLease};
 /// On how many streams copies run. One saturates the bus of most machines; the others hide the gaps between chunks.
 const STREAMS: usize = 4;
 
-/// What one copy moves at most.
+/// The maximum size of one copy.
 const CHUNK: u64 = 64 << 20;
 
-/// How large the pieces of host memory are that contents are packed into. Each is used as soon as it is pinned, so the
-/// pinning of the next one and its copies overlap.
+/// The size of the pieces of host memory that contents are packed into. Each is used as soon as it is pinned, so that
+/// its copies overlap with the pinning of the next piece.
 const PIECE: u64 = 256 << 20;
 
 /// Where a range of a segment is in host memory.
@@ -42,7 +42,7 @@ impl<'a> Copies<'a> {
         &**self.device.instance().driver()
     }
 
-    /// Puts copies into the streams, a chunk each.
+    /// Enqueues copies in chunks, on the streams in turn.
     fn copy(&mut self, host: &HostBlock, dst: Address, src: Address, bytes: u64) -> Result<()> {
         let mut done = 0;
         while done < bytes {
@@ -52,7 +52,7 @@ impl<'a> Copies<'a> {
             let chunk = (bytes - done).min(CHUNK);
             let stream = &self.streams[self.next % STREAMS];
             self.next += 1;
-            // Before the copy: if it fails half-way, the host memory is not reused too early.
+            // Recorded before the copy: if that fails half-way, the host memory is not reused too early.
             host.record_use(stream)?;
             self.driver().copy(forward(dst, done), forward(src, done), chunk, stream.id())?;
             done += chunk;
@@ -60,23 +60,23 @@ impl<'a> Copies<'a> {
         Ok(())
     }
 
-    /// Contents back to the device.
+    /// Copies contents back to the device.
     pub(super) fn restore(&mut self, range: &SavedRange, saved: &[Arc<HostBlock>]) -> Result<()> {
         let is_in = |block: &&Arc<HostBlock>| (block.ptr().0..block.ptr().0 + block.bytes()).contains(&range.host.0);
         let host = saved.iter().find(is_in).expect("saved contents are in one of the pieces");
         self.copy(host, DevicePtr(range.ptr).into(), range.host.into(), range.bytes)
     }
 
-    /// Zeroes, where the contents were discarded.
+    /// Writes zeroes where the contents were discarded.
     pub(super) fn clear(&mut self, ptr: u64, bytes: u64) -> Result<()> {
         let stream = &self.streams[self.next % STREAMS];
         self.next += 1;
         Ok(self.driver().fill(DevicePtr(ptr), Pattern::U32(0), bytes / 4, stream.id())?)
     }
 
-    /// Waits for all of them.
+    /// Waits for all copies.
     pub(super) fn wait(&self) -> Result<()> {
-        // Also after one that fails.
+        // Continue after a failed wait.
         let mut outcome = Ok(());
         for stream in &self.streams {
             outcome = outcome.and(stream.synchronize());
@@ -84,7 +84,8 @@ impl<'a> Copies<'a> {
         outcome
     }
 
-    /// Waits for all of them after a wait that failed: in each stream again, else for all work of the device.
+    /// Waits for all copies after a wait that failed: for each stream again, and if that fails for all work of the
+    /// device.
     pub(super) fn wait_again(&self) -> Result<()> {
         self.wait().or_else(|_| self.device.synchronize())
     }
@@ -100,14 +101,14 @@ fn forward(address: Address, by: u64) -> Address {
 /// Host memory that contents are packed into, piece by piece.
 pub(super) struct Packer<'a> {
     host: &'a HostAllocator,
-    /// What is still to come, the size of the last piece.
+    /// The bytes still to be packed, which limit the size of the last piece.
     bytes_left: u64,
     pub(super) pieces: Vec<Arc<HostBlock>>,
     used: u64,
 }
 
 impl<'a> Packer<'a> {
-    /// For `bytes` in all.
+    /// A packer for `bytes` in total.
     pub(super) fn new(host: &'a HostAllocator, bytes: u64) -> Self {
         Self { host, bytes_left: bytes, pieces: Vec::new(), used: 0 }
     }
@@ -116,7 +117,7 @@ impl<'a> Packer<'a> {
         self.pieces.iter().map(|piece| piece.bytes()).sum()
     }
 
-    /// The next piece.
+    /// Allocates the next piece.
     fn allocate(&mut self, device: &Device) -> Result<()> {
         let piece = self.bytes_left.min(PIECE);
         let block = self.host.allocate_for(piece, device)?;
@@ -126,7 +127,7 @@ impl<'a> Packer<'a> {
         Ok(())
     }
 
-    /// All pieces at once.
+    /// Allocates all pieces.
     pub(super) fn allocate_all(&mut self, device: &Device) -> Result<()> {
         while self.bytes_left > 0 {
             self.allocate(device)?;
@@ -134,7 +135,7 @@ impl<'a> Packer<'a> {
         Ok(())
     }
 
-    /// Begins to copy a range to the host. Fails with [`SaveError::NoHostMemory`] if there is none for it.
+    /// Begins to copy a range to the host. Fails with [`SaveError::NoHostMemory`] if there is no pinned memory for it.
     pub(super) fn save(&mut self, ptr: u64, bytes: u64, copies: &mut Copies<'_>) -> Saved {
         let (mut saved, mut done) = (Vec::new(), 0);
         while done < bytes {
@@ -160,7 +161,7 @@ impl<'a> Packer<'a> {
     }
 }
 
-/// Where the parts of a range are, in its order.
+/// Where the parts of a range are saved, in order.
 type Saved = std::result::Result<Vec<SavedRange>, SaveError>;
 
 /// Why contents could not be saved.

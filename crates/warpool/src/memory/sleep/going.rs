@@ -1,5 +1,5 @@
-//! To sleep: copy, unmap, release, in this order for all pools together. Until the first release everything can be
-//! undone, since unmapped memory keeps its contents.
+//! Putting pools to sleep: copy, unmap, release, each step for all pools before the next. Until the first release
+//! everything can be undone, since unmapped memory keeps its contents.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -55,7 +55,7 @@ pub(super) fn prepare(shared: &Shared, pools: &[Arc<TagPool>]) -> Result<u64> {
         bytes.push(Plan::of(shared, pool)?.bytes_live());
     }
     let bytes_needed = bytes.iter().sum();
-    // All of it at once, as the contents will be.
+    // All pieces are held at once, as the contents will be.
     let (mut pinned, mut bytes_found) = (Vec::new(), 0);
     for (pool, bytes) in awake.iter().zip(bytes) {
         let mut packer = Packer::new(&shared.host, bytes);
@@ -85,7 +85,7 @@ pub(super) fn names(pools: &[&TagPool]) -> Vec<String> {
     names
 }
 
-/// What was missing, and the call that failed.
+/// The resource that was missing, and the error of the call that failed.
 type Failed = (SleepShortage, Error);
 
 fn failed(error: Error) -> Failed {
@@ -98,7 +98,7 @@ fn fall_asleep(
     keep: Keep,
     report: &mut SleepReport,
 ) -> std::result::Result<(), Failed> {
-    // Work that is in streams now may use the memory: unmapping does not wait for it.
+    // Work in streams may use the memory, and unmapping does not wait for it.
     let devices = devices(&changing.pools);
     for device in devices.values() {
         if crate::defect::Defect::SleepDoesNotWait.is_on() {
@@ -106,7 +106,7 @@ fn fall_asleep(
         }
         device.synchronize().map_err(failed)?;
     }
-    // What is free needs neither a copy nor memory after waking.
+    // Free segments need neither a copy nor memory after waking.
     for ChangingPool { pool, .. } in &changing.pools {
         shared.pool_sleep().release_free_segments(pool.device(), pool.id).map_err(failed)?;
     }
@@ -122,7 +122,7 @@ fn fall_asleep(
         map_again(&changing.pools);
         return Err(failed(error));
     }
-    // From here on there is no way back: memory is released, and what the driver does not take is retried later.
+    // From here on nothing can be undone: memory is released, and releases that fail are retried later.
     for (at, plan) in plans.iter().enumerate() {
         changing.keep(at, &plan.pieces);
         let pool = changing.pools[at].pool;
@@ -142,7 +142,7 @@ fn devices<'a>(pools: &[ChangingPool<'a>]) -> BTreeMap<DeviceId, &'a Device> {
     pools.iter().map(|ChangingPool { pool, .. }| (pool.device(), &pool.segments.device)).collect()
 }
 
-/// What is done with the segments of a pool.
+/// What the call does with the segments of a pool.
 struct Plan {
     segments: Vec<Planned>,
     /// Host memory with the contents.
@@ -151,7 +151,7 @@ struct Plan {
 
 struct Planned {
     segment: Segment,
-    /// Allocated blocks, neighbours as one range.
+    /// Ranges of allocated blocks; neighbours are merged.
     live: Vec<(u64, u64)>,
     saved: Vec<SavedRange>,
 }
@@ -183,7 +183,7 @@ impl Plan {
                 live.pop();
             }
             if kind.is_none() {
-                // The allocator has just got it: nobody knows what is in it.
+                // The allocator has just received the segment, and its contents are unknown: save all of it.
                 live.push((start, end));
             }
             segment.kind = kind.unwrap_or(SegmentKind::Large);
@@ -228,7 +228,7 @@ fn save(
             break;
         }
     }
-    // Also after a failure: the next call must not meet copies of this one.
+    // Wait even after a failure: no copy may be under way when the next call begins.
     for (id, copies) in &copies {
         let Err(error) = copies.wait() else { continue };
         if copies.wait_again().is_err() {
@@ -258,7 +258,7 @@ fn unmap(pools: &[ChangingPool<'_>], plans: &[Plan]) -> Result<()> {
     Ok(())
 }
 
-/// Maps what was unmapped. Where that fails the memory stays unmapped, with its contents, and can be woken.
+/// Maps again what was unmapped. Memory for which that fails stays unmapped, with its contents, and can be woken.
 fn map_again(pools: &[ChangingPool<'_>]) {
     for ChangingPool { pool, .. } in pools {
         for segment in pool.segments.segments().iter().filter(|segment| !segment.has_access) {

@@ -28,16 +28,16 @@
 //!
 //! # How
 //! A tag has a private pool on each device, with an upstream that allocates by virtual memory management
-//! (`segments.rs`): every segment is a range of reserved addresses with one physical allocation behind it. No other tag
-//! has a block in it. To sleep is to copy the contents of allocated blocks to pinned memory, to unmap, and to release
-//! the physical memory (`going.rs`); to wake is to create, to map at the same addresses, and to copy back
+//! (`segments.rs`): every segment is a range of reserved addresses, backed by one physical allocation. No other tag has
+//! a block in it. Sleeping copies the contents of allocated blocks to pinned memory, unmaps, and releases the physical
+//! memory (`going.rs`). Waking creates physical memory, maps it at the same addresses, and copies the contents back
 //! (`waking.rs`). Addresses never change, so captured graphs work again.
 //!
-//! The allocator keeps its bookkeeping: blocks of a sleeping tag can be freed, and segments without blocks return to
+//! The allocator's state does not change: blocks of a sleeping tag can be freed, and segments without blocks return to
 //! the driver. It serves no request from a sleeping pool, and does not count sleeping memory as reserved
 //! ([`PoolSleep`](super::PoolSleep)).
 //!
-//! `docs/sleep.md` says what each call answers in every state.
+//! `docs/sleep.md` lists the result of each call in every state.
 
 mod changing;
 mod copies;

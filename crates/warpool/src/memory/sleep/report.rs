@@ -4,18 +4,18 @@ use warpool_driver::DeviceId;
 
 use crate::memory::MemPoolId;
 
-/// What becomes of the contents of memory that falls asleep.
+/// What happens to the contents of memory that is put to sleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Keep {
-    /// They are copied to pinned host memory, and are there again after waking.
+    /// They are copied to pinned host memory, and restored on waking.
     Host,
-    /// They are dropped: the memory is zeroed when it wakes.
+    /// They are dropped; the memory is zeroed when it wakes.
     Discard,
 }
 
 impl Keep {
-    /// Its name: `host`, `discard`.
+    /// The name of the variant: `host` or `discard`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -25,14 +25,14 @@ impl Keep {
     }
 }
 
-/// Whether a tag's memory sleeps.
+/// Whether a tag's memory is asleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TagState {
-    /// It does not.
+    /// The memory is present and can be used.
     Awake,
-    /// It does.
+    /// The memory is asleep: it has addresses, but no physical memory.
     Asleep {
-        /// What became of the contents.
+        /// What happened to the contents.
         keep: Keep,
         /// Since when, in microseconds of [`Driver::now`](warpool_driver::Driver::now).
         since_us: i64,
@@ -43,37 +43,37 @@ pub enum TagState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TagInfo {
-    /// The tag.
+    /// The name of the tag.
     pub tag: String,
     /// The device.
     pub device: DeviceId,
     /// Its private pool.
     pub pool: MemPoolId,
-    /// Whether it sleeps.
+    /// Whether the memory is asleep.
     pub state: TagState,
     /// How many segments it has.
     pub segments: u64,
     /// Bytes of their addresses.
     pub bytes: u64,
-    /// Bytes of device memory that it has. 0 while it sleeps, unless the driver refused to take some back: that is
-    /// retried by later calls.
+    /// Bytes of physical device memory. 0 while it is asleep, unless the driver failed to release some: later calls
+    /// retry that.
     pub bytes_device: u64,
     /// Bytes of pinned host memory with its contents.
     pub bytes_host: u64,
 }
 
-/// What a call of [`Tags::sleep`](super::Tags::sleep) or [`Tags::wake`](super::Tags::wake) did.
+/// The result of [`Tags::sleep`](super::Tags::sleep) or [`Tags::wake`](super::Tags::wake).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SleepReport {
-    /// Tags that fell asleep or woke, with their devices.
+    /// Tags that changed their state, with their devices.
     pub changed: Vec<(String, DeviceId)>,
-    /// Those that were in that state already.
+    /// Tags that were in the requested state already.
     pub unchanged: Vec<(String, DeviceId)>,
-    /// Bytes of device memory that the driver got, or gave.
+    /// Bytes of device memory that were released to the driver, or allocated from it.
     pub bytes_device: u64,
     /// Bytes that were copied to the host, or back.
     pub bytes_copied: u64,
-    /// Bytes of device memory that the driver refused to take back. That is retried by later calls.
+    /// Bytes of device memory that the driver failed to release. Later calls retry that.
     pub bytes_not_returned: u64,
 }

@@ -1,11 +1,11 @@
-//! The memory of one tag on one device: the upstream of its pool. Every segment is a range of reserved addresses of its
-//! own with one physical allocation behind it, so the memory can leave and return while the addresses stay.
+//! The memory of one tag on one device: the upstream of its pool. Every segment is a range of reserved addresses,
+//! backed by one physical allocation, so the memory can be released and created again while the addresses stay.
 //!
-//! A segment says by itself what it has: physical memory, a mapping, its contents. So a call that failed or panicked
-//! half-way leaves nothing to guess: [`Tags::wake`](super::Tags::wake) brings back whatever is not there.
+//! Each segment records what it has: physical memory, a mapping, its contents. So after a call that failed or panicked
+//! half-way, [`Tags::wake`](super::Tags::wake) can restore whatever is missing.
 //!
-//! A segment that the pool freed is undone here, driver call by driver call. What fails, or cannot be done during a
-//! capture, is left to the next call.
+//! A segment that the pool freed is dismantled here, one driver call at a time. Calls that fail, or that a capture
+//! forbids, are left to the next call.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -32,11 +32,11 @@ pub(super) struct TagSegments {
     /// The allocator and the pool that this is the upstream of.
     owner: OnceLock<(Weak<dyn DeviceAllocator>, MemPoolId)>,
     state: Mutex<State>,
-    /// Held while segments and physical memory return to the driver: each does once.
+    /// Held while segments and physical memory are returned to the driver, so that each is returned once.
     returning: Mutex<()>,
 }
 
-/// What sleeps, and since when.
+/// The state of a sleeping pool.
 #[derive(Clone, Debug)]
 pub(super) struct Sleeping {
     pub(super) keeps_contents: bool,
@@ -49,7 +49,7 @@ pub(super) struct Sleeping {
 pub(super) enum Phase {
     #[default]
     Awake,
-    /// A call works on it.
+    /// A call is changing the state.
     Changing,
     Asleep(Sleeping),
 }
@@ -80,7 +80,7 @@ pub(super) enum Contents {
 pub(super) struct Segment {
     pub(super) ptr: u64,
     pub(super) bytes: u64,
-    /// Of the requests that the segment serves; known when it falls asleep.
+    /// The kind of requests that the segment serves; known when it is put to sleep.
     pub(super) kind: SegmentKind,
     stream: StreamId,
     pub(super) physical: Option<PhysicalId>,
@@ -91,13 +91,13 @@ pub(super) struct Segment {
     owner: Owner,
 }
 
-/// Who has a segment.
+/// Who owns a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owner {
-    /// The call that makes it.
+    /// The call that creates it.
     Maker,
     Pool,
-    /// It is to be undone.
+    /// No owner: it has to be dismantled.
     Nobody,
 }
 
@@ -116,7 +116,7 @@ impl TagSegments {
     }
 
     pub(super) fn set_owner(&self, allocator: &Arc<dyn DeviceAllocator>, pool: MemPoolId) {
-        // It is set once, by the call that made both.
+        // Set once, by the call that created both.
         let _ = self.owner.set((Arc::downgrade(allocator), pool));
     }
 
@@ -154,7 +154,7 @@ impl TagSegments {
         }
     }
 
-    /// Bytes of the physical memory that it has, mapped or not.
+    /// Bytes of its physical memory, mapped or not.
     pub(super) fn bytes_physical(&self) -> u64 {
         let state = lock(&self.state);
         let unreleased: u64 = state.unreleased.iter().map(|&(_, bytes)| bytes).sum();
@@ -188,7 +188,7 @@ impl TagSegments {
         Ok(())
     }
 
-    /// Copies of a call that failed may still use the segments, or do not any more.
+    /// Sets whether copies of a failed call may still use the segments.
     pub(super) fn set_used_by_copies(&self, used_by_copies: bool) {
         lock(&self.state).used_by_copies = used_by_copies;
     }
@@ -220,7 +220,7 @@ impl TagSegments {
         Ok(())
     }
 
-    /// Gives up a segment's physical memory. If the driver does not take it back now, that is retried by later calls.
+    /// Releases a segment's physical memory. If the driver call fails, later calls retry it.
     pub(super) fn release(&self, ptr: u64) {
         let _once = lock(&self.returning);
         self.list_release(ptr);
@@ -236,7 +236,7 @@ impl TagSegments {
         }
     }
 
-    /// Releases what is listed. What fails stays listed. The caller holds `returning`.
+    /// Releases the listed memory. Entries that fail stay listed. The caller holds `returning`.
     fn release_listed(&self) {
         let listed = lock(&self.state).unreleased.clone();
         for (physical, _) in listed {
@@ -254,7 +254,7 @@ impl TagSegments {
         devices.map(|device| DeviceAccess { device, access: Access::ReadWrite }).collect()
     }
 
-    /// Lets another device access it, now and later.
+    /// Lets another device access it, now and in the future.
     pub(super) fn add_peer(&self, peer: DeviceId) -> Result<()> {
         if peer == self.device.id() || lock(&self.state).peers.contains(&peer) {
             return Ok(());
@@ -267,7 +267,7 @@ impl TagSegments {
         Ok(())
     }
 
-    /// Does what earlier calls could not: undoes segments that the pool freed, and releases memory.
+    /// Does what earlier calls could not: dismantles segments that the pool freed, and releases memory.
     pub(super) fn collect(&self) {
         let _once = lock(&self.returning);
         self.release_listed();
@@ -282,14 +282,14 @@ impl TagSegments {
                     lock(&self.state).segments.remove(&segment.ptr);
                     self.device.instance().remove_asleep(segment.ptr);
                 }
-                // A capture is under way.
+                // A capture is active: left to a later call.
                 Ok(false) => {}
                 Err(error) => tracing::warn!(%error, "a segment could not be returned to the driver; it is retried"),
             }
         }
     }
 
-    /// Returns a segment to the driver: mapping, memory, addresses. `false` if a capture forbids to wait for its work.
+    /// Returns a segment to the driver: mapping, memory, addresses. `false` if a capture forbids waiting for its work.
     #[expect(unsafe_code, reason = "the driver cannot check that no work uses the addresses")]
     fn undo(&self, segment: &Segment) -> Result<bool> {
         let ptr = DevicePtr(segment.ptr);
@@ -301,8 +301,8 @@ impl TagSegments {
         }
         self.list_release(segment.ptr);
         self.release_listed();
-        // SAFETY: the pool freed the segment, so its other users have passed; its own stream was waited for just now,
-        // or all work of the device was when the memory fell asleep. Nothing is mapped here.
+        // SAFETY: the pool freed the segment, so the work of its other users is done; its own stream was waited for
+        // just now, or all work of the device was when the memory was put to sleep. Nothing is mapped here.
         unsafe { self.driver().vm_free_range(ptr, segment.bytes)? };
         Ok(true)
     }
@@ -339,14 +339,14 @@ impl TagSegments {
         self.device.instance().has_captures() || told()
     }
 
-    /// Tells the allocator how much sleeps, after a segment was freed that did.
+    /// Tells the allocator how much memory is asleep, after a sleeping segment was freed.
     fn count_asleep(&self) {
         if let Some((allocator, pool)) = self.owner.get()
             && let Some(allocator) = allocator.upgrade()
             && let Ok(pools) = allocator.pools()
             && let Some(sleep) = pools.sleep()
         {
-            // It fails only for a device that does not exist.
+            // This fails only for a device that does not exist.
             let _ = sleep.set_asleep(self.device.id(), *pool, Some(self.asleep()));
         }
     }
@@ -400,7 +400,7 @@ impl Upstream for TagSegments {
         }
     }
 
-    /// Never fails: what cannot be returned to the driver now is later.
+    /// Never fails: memory that cannot be returned to the driver now is returned later.
     fn free(&self, ptr: DevicePtr, _: u64, _: DeviceId, stream: StreamId) -> Result<()> {
         self.change(ptr.0, |segment| (segment.owner, segment.stream) = (Owner::Nobody, stream));
         if matches!(self.phase(), Phase::Asleep(_)) {

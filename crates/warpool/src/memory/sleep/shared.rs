@@ -1,4 +1,4 @@
-//! What the clones of [`Tags`](super::Tags) share: the allocator, the tags by name, and their pools.
+//! The data that clones of [`Tags`](super::Tags) share: the allocator, the tags by name, and their pools.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -9,7 +9,7 @@ use super::segments::TagSegments;
 use crate::lock;
 use crate::memory::{Annotation, DeviceAllocator, HostAllocator, MemPool, MemPoolId, PoolSleep};
 
-/// How many times of falling asleep and waking a snapshot has at most.
+/// The maximum number of sleep and wake annotations in a snapshot.
 const TIMES: usize = 4096;
 
 pub(super) struct Shared {
@@ -18,23 +18,23 @@ pub(super) struct Shared {
     pub(super) by_name: Mutex<BTreeMap<(String, DeviceId), TagPools>>,
     /// Held by the one call that puts memory to sleep or wakes it.
     pub(super) changing: Mutex<()>,
-    /// The last times of falling asleep and waking.
+    /// The last sleep and wake annotations.
     pub(super) times: Mutex<VecDeque<Annotation>>,
 }
 
 /// The pools of a tag on a device.
 pub(super) struct TagPools {
-    /// Its own, which it keeps.
+    /// The tag's own pool, which it keeps alive.
     pub(super) pool: MemPool,
     pub(super) own: Arc<TagPool>,
-    /// Pools of others whose memory carries the tag.
+    /// Pools of other owners whose memory carries the tag.
     pub(super) others: Vec<Arc<TagPool>>,
 }
 
 impl TagPools {
-    /// All of them that are not gone.
+    /// All of them that still exist.
     pub(super) fn all(&mut self) -> Vec<Arc<TagPool>> {
-        // A pool keeps its upstream, and so does every segment.
+        // A pool keeps its upstream alive, and so does every segment.
         self.others.retain(|other| Arc::strong_count(&other.segments) > 1);
         std::iter::once(&self.own).chain(&self.others).cloned().collect()
     }
@@ -61,13 +61,13 @@ impl Shared {
         Self { allocator, host, by_name: Mutex::default(), changing: Mutex::default(), times: Mutex::default() }
     }
 
-    /// What the allocator does for sleeping memory.
+    /// The allocator's interface for sleeping memory.
     pub(super) fn pool_sleep(&self) -> &dyn PoolSleep {
         let pools = self.allocator.pools().expect("an allocator with tags has pools");
         pools.sleep().expect("an allocator with tags has pools that can sleep")
     }
 
-    /// Copies from and to pinned memory are done: what was freed of it serves others at once.
+    /// After copies from and to pinned memory are done: makes freed pinned memory available to other requests at once.
     pub(super) fn reuse_pinned(&self) {
         if let Err(error) = self.host.process_pending() {
             tracing::warn!(%error, "pinned memory that was freed is reused later");
@@ -78,7 +78,7 @@ impl Shared {
         i64::try_from(self.allocator.instance().driver().now().as_micros()).unwrap_or(i64::MAX)
     }
 
-    /// Remembers when a tag fell asleep (`START`) or woke (`END`), for snapshots.
+    /// Records the time when a tag was put to sleep (`START`) or woken (`END`), for snapshots.
     pub(super) fn remember(&self, pool: &TagPool, stage: &str, time_us: i64) {
         let mut times = lock(&self.times);
         if times.len() == TIMES {

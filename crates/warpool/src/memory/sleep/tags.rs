@@ -15,16 +15,16 @@ use crate::memory::{
 };
 use crate::{Device, Error, Result, lock};
 
-/// The tags of an allocator, and their memory. Cheap to clone; clones are the same tags.
+/// The tags of an allocator, and their memory. Cheap to clone; clones share the same tags.
 ///
-/// A program has one of these per allocator. Tags exist as long as it does; when the last clone is dropped, their pools
-/// are released as any [`MemPool`], and what sleeps stays asleep until its blocks are freed.
+/// A program has one `Tags` per allocator. Its tags exist as long as it does. When the last clone is dropped, their
+/// pools are released like any [`MemPool`], and sleeping memory stays asleep until its blocks are freed.
 #[derive(Clone)]
 pub struct Tags(Arc<Shared>);
 
 impl Tags {
     /// The tags of `allocator`, with pinned memory of `host` for contents. [`Error::Unsupported`] if its pools cannot
-    /// sleep: those of allocators without a cache.
+    /// sleep, as with allocators without a cache.
     pub fn new(allocator: &Arc<dyn DeviceAllocator>, host: &HostAllocator) -> Result<Self> {
         let instance = allocator.instance();
         instance.expect_same(host.instance(), "the host allocator")?;
@@ -37,8 +37,8 @@ impl Tags {
         Ok(Self(Arc::new(Shared::new(Arc::clone(allocator), host.clone()))))
     }
 
-    /// A tag on a device; it is made if there is none with that name. [`Error::Unsupported`] on a device without
-    /// virtual memory management.
+    /// The tag with that name on a device, created if necessary. [`Error::Unsupported`] on a device without virtual
+    /// memory management.
     pub fn tag(&self, device: &Device, name: &str) -> Result<Tag> {
         let shared = &self.0;
         let instance = shared.allocator.instance();
@@ -65,8 +65,9 @@ impl Tags {
         Ok(Tag { shared: Arc::clone(shared), key, pool })
     }
 
-    /// Makes a pool whose memory carries the tag, beside the tag's own: `create` makes it with the upstream that it is
-    /// given. The pool is the caller's: the tag does not keep it. [`Error::TagAsleep`] if the tag sleeps.
+    /// Creates a pool whose memory carries the tag, in addition to the tag's own pool: `create` must create it with the
+    /// upstream that it is given. The caller owns the pool; the tag does not keep it alive. [`Error::TagAsleep`] if the
+    /// tag is asleep.
     pub fn make_pool(
         &self,
         device: &Device,
@@ -74,7 +75,7 @@ impl Tags {
         create: impl FnOnce(Arc<dyn Upstream>) -> Result<MemPoolId>,
     ) -> Result<MemPoolId> {
         let tag = self.tag(device, name)?;
-        // No call changes the tag's state meanwhile.
+        // Keeps other calls from changing the tag's state.
         let _one = lock(&self.0.changing);
         if tag.info().state != TagState::Awake {
             return Err(Error::TagAsleep { tag: name.to_owned() });
@@ -88,7 +89,7 @@ impl Tags {
         Ok(id)
     }
 
-    /// The names of all tags, by name.
+    /// The names of all tags, sorted.
     #[must_use]
     pub fn names(&self) -> Vec<String> {
         let mut names: Vec<String> = lock(&self.0.by_name).keys().map(|(name, _)| name.clone()).collect();
@@ -96,12 +97,12 @@ impl Tags {
         names
     }
 
-    /// Puts the memory of tags to sleep, on all devices, all of it or none: contents go to the host or are dropped,
-    /// physical memory to the driver, addresses stay. Waits for all work of the devices first; work that is launched
-    /// meanwhile, or while they sleep, must not use that memory.
+    /// Puts the memory of tags to sleep, on all devices, all of it or none. Contents are copied to the host or dropped,
+    /// physical memory is released to the driver, and addresses stay. Waits for all work of the devices first. Work
+    /// that is launched during the call, or while the tags are asleep, must not use that memory.
     ///
-    /// Tags that sleep already are left as they are, but [`Keep::Discard`] drops contents that they have on the host.
-    /// [`Error::Sleep`] says what was missing, and in which state the tags are.
+    /// Tags that are already asleep are left as they are, except that [`Keep::Discard`] drops contents that they have
+    /// on the host. [`Error::Sleep`] tells what was missing, and in which state the tags are.
     pub fn sleep(&self, tags: &[&str], keep: Keep) -> Result<SleepReport> {
         let _one = lock(&self.0.changing);
         let pools = self.select(tags, SleepCall::Sleep)?;
@@ -110,19 +111,21 @@ impl Tags {
 
     /// Wakes the memory of tags, on all devices, all of it or none: at the same addresses, with the contents, or zeroed
     /// if they were discarded. Contents of blocks that were free are undefined. Tags that are awake are left as they
-    /// are. [`Error::Sleep`] says what was missing; the tags sleep on then.
+    /// are. [`Error::Sleep`] tells what was missing; the tags stay asleep then.
     pub fn wake(&self, tags: &[&str]) -> Result<SleepReport> {
         let _one = lock(&self.0.changing);
         let pools = self.select(tags, SleepCall::Wake)?;
         waking::wake(&self.0, &pools)
     }
 
-    /// Pins the host memory that [`sleep`](Self::sleep) with [`Keep::Host`] needs for what the tags have now, and
-    /// leaves it in the cache of the host allocator: so the first sleep need not pin, which takes several times as long
-    /// as its copies. Returns how many bytes. Other requests for pinned memory may use the cache meanwhile.
+    /// Pins the host memory that [`sleep`](Self::sleep) with [`Keep::Host`] needs for the current memory of the tags,
+    /// and leaves it in the cache of the host allocator. The first sleep then need not pin, which takes several times
+    /// as long as its copies. Returns the number of bytes. Other requests for pinned memory may use the cache
+    /// meanwhile.
     ///
-    /// It queues no work, and may run in a thread of its own; other calls of tags wait. During a capture it is refused,
-    /// as `sleep` is. [`Error::Sleep`] if there is not enough pinned memory; what was pinned stays in the cache.
+    /// It enqueues no work, and may run in a thread of its own; other calls of `Tags` wait for it. It fails during a
+    /// capture, as `sleep` does. [`Error::Sleep`] if there is not enough pinned memory; memory that was pinned stays in
+    /// the cache.
     pub fn prepare(&self, tags: &[&str]) -> Result<u64> {
         let _one = lock(&self.0.changing);
         let pools = self.select(tags, SleepCall::Sleep)?;
@@ -150,8 +153,8 @@ impl Tags {
         lock(&self.0.by_name).values_mut().map(|pools| info(&pools.all())).collect()
     }
 
-    /// Lets kernels on `device` access the memory of tags on `owner`, now and later, once the device has
-    /// [peer access](warpool_driver::Devices::peer_enable).
+    /// Lets kernels on `device` access the memory of tags on `owner`, present and future, once the device has [peer
+    /// access](warpool_driver::Devices::peer_enable).
     pub fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
         let _one = lock(&self.0.changing);
         let pools: Vec<Arc<TagPool>> = lock(&self.0.by_name).values_mut().flat_map(TagPools::all).collect();
@@ -159,13 +162,13 @@ impl Tags {
         on_owner.try_for_each(|pool| pool.segments.add_peer(device))
     }
 
-    /// Adds to a snapshot when tags fell asleep and woke, as annotations.
+    /// Adds the times when tags were put to sleep and woken to a snapshot, as annotations.
     pub fn add_to(&self, snapshot: &mut Snapshot) {
         snapshot.annotations.extend(lock(&self.0.times).iter().cloned());
     }
 }
 
-/// The pools of one tag on one device, of which there is at least its own.
+/// Describes a tag on one device, given its pools; there is at least its own.
 fn info(pools: &[Arc<TagPool>]) -> TagInfo {
     let own = &pools[0];
     let state = match own.segments.phase() {
@@ -210,29 +213,29 @@ impl Tag {
         &self.key.0
     }
 
-    /// Its private pool: for requests that name their pool, and for graphs whose memory is to carry the tag.
+    /// Its private pool, for requests that name their pool, and for graphs whose memory should carry the tag.
     #[must_use]
     pub fn pool(&self) -> &MemPool {
         &self.pool
     }
 
-    /// Its memory.
+    /// A description of its memory.
     ///
     /// # Panics
-    /// Never: the tag exists as long as this does.
+    /// Never: the tag exists as long as this handle does.
     #[must_use]
     pub fn info(&self) -> TagInfo {
         let mut by_name = lock(&self.shared.by_name);
         info(&by_name.get_mut(&self.key).expect("tags are not removed").all())
     }
 
-    /// Requests of the calling thread on the tag's device carry it, until the scope is dropped. Scopes may be nested
-    /// and open in any number of threads; the newest counts.
+    /// Until the scope is dropped, requests of the calling thread on the tag's device carry the tag. Scopes may be
+    /// nested, and open in any number of threads; the newest applies.
     pub fn enter(&self) -> Result<TagScope> {
         self.route(Route::Thread(std::thread::current().id()))
     }
 
-    /// Requests that match `route` carry it, until the scope is dropped.
+    /// Until the scope is dropped, requests that match `route` carry the tag.
     pub fn route(&self, route: Route) -> Result<TagScope> {
         let pool = self.pool();
         let scope = self.shared.pool_sleep().open_scope(pool.device_id(), pool.id(), route)?;

@@ -1,5 +1,5 @@
-//! To wake: create, map, copy back, in this order for all pools together. Until the end everything can be undone: the
-//! host keeps the contents until all of them are back.
+//! Waking pools: create, map, copy back, each step for all pools before the next. Everything can be undone until the
+//! end: the host keeps the contents until all of them are restored.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,7 +26,8 @@ pub(super) fn wake(shared: &Shared, pools: &[Arc<TagPool>]) -> Result<SleepRepor
         unchanged: names_on_devices(&awake),
         ..SleepReport::default()
     };
-    // Memory that the driver refused to take back makes room, also that of pools that are awake.
+    // Memory that the driver failed to release makes room when the release is retried, also that of pools that are
+    // awake.
     pools.iter().for_each(|pool| pool.segments.collect());
     if asleep.is_empty() {
         return Ok(report);
@@ -59,7 +60,7 @@ fn wake_up(shared: &Shared, mut changing: Changing<'_>, report: &mut SleepReport
     let mut created = Vec::new();
     let mut copies = BTreeMap::new();
     let mut outcome = bring_back(shared, &changing, &mut created, &mut copies, report);
-    // Also after a failure: memory that a copy writes to is not unmapped.
+    // Wait even after a failure: memory that a copy writes to must not be unmapped.
     for (id, copies) in &copies {
         let Err(error) = copies.wait() else { continue };
         if copies.wait_again().is_err() {
@@ -82,7 +83,7 @@ fn wake_up(shared: &Shared, mut changing: Changing<'_>, report: &mut SleepReport
     Ok(())
 }
 
-/// Memory that was created, and where.
+/// The segments for which physical memory was created.
 type Created<'a> = Vec<(&'a TagPool, u64)>;
 
 fn bring_back<'a>(
@@ -146,7 +147,7 @@ fn bytes_missing(pool: &TagPool) -> u64 {
     bytes_small + bytes_large
 }
 
-/// Reserves what the pool needs within the allocator's limits.
+/// Reserves the memory that the pool needs, within the allocator's limits.
 fn reserve(shared: &Shared, pool: &TagPool, trimmed: &mut BTreeSet<DeviceId>) -> std::result::Result<(), Failed> {
     let device = pool.device();
     let try_reserve = || {
@@ -165,7 +166,7 @@ fn reserve(shared: &Shared, pool: &TagPool, trimmed: &mut BTreeSet<DeviceId>) ->
     Err(Failed { shortage: SleepShortage::Limit { bytes_needed: bytes_missing(pool) }, source: None })
 }
 
-/// Returns cached memory of the allocator to the driver, as before any request runs out of memory.
+/// Returns cached memory of the allocator to the driver, as a request does before it fails for lack of memory.
 fn trim(shared: &Shared, device: DeviceId) {
     if let Err(error) = shared.allocator.trim(device, MemPoolId::DEFAULT) {
         tracing::warn!(%error, "cached memory could not be returned to make room for memory that wakes");
@@ -177,7 +178,7 @@ fn is_oom(outcome: &Result<()>) -> bool {
     code == Some(ErrorCode::OutOfMemory)
 }
 
-/// Gives back what was created. Where that fails the memory stays; the host still has the contents.
+/// Releases the created memory. If that fails the memory stays; the host still has the contents.
 fn undo(created: &Created<'_>) {
     if crate::defect::Defect::FailedWakeKeepsMemory.is_on() {
         return;

@@ -1,4 +1,4 @@
-//! Freed blocks get their fences: at once, or at a later call.
+//! Recording fences for freed blocks, at the free or in a later call.
 
 use std::collections::VecDeque;
 
@@ -43,8 +43,8 @@ pub(crate) fn fence<O: FenceOwner>(owner: &O, key: O::Key) -> Result<()> {
     outcome
 }
 
-/// A block in whose streams fences are being recorded. Dropped, also by a panic, recording ends: streams without a
-/// fence stay with the block.
+/// A block in whose streams fences are being recorded. Dropping it, also by a panic, ends the recording: streams
+/// without a fence stay with the block.
 struct Fencing<'a, O: FenceOwner> {
     owner: &'a O,
     key: O::Key,
@@ -75,8 +75,8 @@ pub(crate) fn fence_later<O: FenceOwner>(owner: &O, key: O::Key) {
     }
 }
 
-/// Runs `each`, usually [`fence`], for every unfenced block; it lists again those that have to stay, also if it
-/// unwinds. Stops after so many that stay: the others are the first of the next call.
+/// Runs `each`, usually [`fence`], for every unfenced block. `each` lists a block again if it stays unfenced, also when
+/// it unwinds. Stops after `stay_max` blocks stay unfenced; the next call starts with the rest.
 pub(crate) fn retry_unfenced<O: FenceOwner>(
     owner: &O,
     stay_max: usize,
@@ -94,7 +94,7 @@ pub(crate) fn retry_unfenced<O: FenceOwner>(
     outcome
 }
 
-/// Unfenced blocks that a call has not looked at yet. Dropped, they are listed again.
+/// Unfenced blocks that a call has not processed yet. Dropping it lists them again.
 struct Unfenced<'a, O: FenceOwner> {
     owner: &'a O,
     keys: VecDeque<O::Key>,

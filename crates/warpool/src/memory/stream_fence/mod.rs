@@ -1,17 +1,17 @@
 //! Stream-ordered reuse: a freed block that several streams used is reclaimed once the work that those streams held at
-//! the time of the free is done. One mechanism for all allocators. A *fence* here is an event that a freed block waits
-//! for, not a memory fence; it has *passed* when the event has completed.
+//! the time of the free is done. All allocators use it. A *fence* here is an event that a freed block waits for, not a
+//! memory fence; it has *passed* when the event has completed.
 //!
 //! # How an allocator uses it
 //! 1. Each block has [`StreamUses`]. While it is allocated, [`StreamUses::add`] records the streams that use it; at its
 //!    free, [`StreamUses::mark_freed`].
-//! 2. [`fence`] records an event, the *fence*, behind the work of each of these streams and queues it in the owner's
+//! 2. [`fence`] records an event, the *fence*, after the work of each of these streams and queues it in the owner's
 //!    [`StreamFences`]. [`fence_later`] only lists the block as *unfenced*, for callers that must not call the driver
 //!    (destructors).
 //! 3. Later calls run [`retry_unfenced`] and [`poll`] or [`poll_some`]; [`wait_all`] waits for the fences instead.
-//! 4. Passed fences go to [`FenceOwner::complete`]; blocks without any left are reclaimed there.
+//! 4. Passed fences go to [`FenceOwner::complete`]; a block with no fences left is reclaimed there.
 //!
-//! The allocator implements [`FenceOwner`]: where the two structures are and under which lock. [`wait_for_stream`],
+//! The allocator implements [`FenceOwner`], which gives access to both structures under its locks. [`wait_for_stream`],
 //! [`wait_for_devices`], [`wait_for_event`] and the functions that order one stream after another can be used without a
 //! block.
 //!
@@ -21,9 +21,9 @@
 //! - Only the oldest fence of each stream is queried, so a busy stream delays only the blocks that it used. A passed
 //!   fence completes itself and none before it: two threads may queue fences in another order than they recorded them.
 //! - An error in one stream does not stop the others; the first error is returned.
-//! - What a call costs that merely passes by is bounded ([`PENDING_PER_CALL`]), however many streams have fences: it
-//!   polls some of those that have not passed, in turn. [`poll_of`] polls all that one stream's blocks wait for.
-//! - A driver call may unwind (a driver may be anybody's): no block is lost by that.
+//! - The extra cost of an allocation or free is bounded ([`PENDING_PER_CALL`]), however many streams have fences: each
+//!   call polls some of the streams, round robin. [`poll_of`] polls all that one stream's blocks wait for.
+//! - A driver call may unwind, because users can implement the driver trait. No block is leaked when it does.
 //! - No fence is recorded in a stream that takes part in a capture: the event would belong to the capture, and querying
 //!   it would invalidate that. Such a block stays unfenced until the capture is over. No capture begins between the
 //!   check and the event.

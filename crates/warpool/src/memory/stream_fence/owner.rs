@@ -1,4 +1,4 @@
-//! What an allocator provides: where a block's uses and the fences are, and under which lock.
+//! What an allocator provides: access to a block's uses and to the fences, under its locks.
 
 use warpool_driver::{DeviceId, StreamId};
 
@@ -7,7 +7,7 @@ use super::uses::StreamUses;
 use crate::capture::CaptureStatus;
 use crate::{Instance, Result};
 
-/// An allocator's device, as far as its fences are concerned.
+/// The interface between one device of an allocator and its fences.
 pub(crate) trait FenceOwner {
     /// Names a freed block.
     type Key: Clone;
@@ -19,8 +19,8 @@ pub(crate) trait FenceOwner {
         self.instance().has_captures()
     }
 
-    /// The capture status of a stream. An owner to which every capture is reported can skip the driver call
-    /// while there is none.
+    /// The capture status of a stream. An owner that is told about every capture can skip the driver call while none is
+    /// active.
     fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
         CaptureStatus::of(&**self.instance().driver(), stream)
     }

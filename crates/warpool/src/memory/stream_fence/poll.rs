@@ -1,4 +1,4 @@
-//! Fences that have passed are completed: by polling, or by waiting for all.
+//! Completing fences that have passed, by polling or by waiting for all of them.
 
 use warpool_driver::StreamId;
 
@@ -12,8 +12,8 @@ pub(crate) fn poll(owner: &impl FenceOwner) -> Result<()> {
     poll_streams(owner, oldest).1
 }
 
-/// The same, but looks at no more than [`PENDING_PER_CALL`] streams whose oldest fence has not passed; the next call
-/// goes on with the others.
+/// As [`poll`], but stops after [`PENDING_PER_CALL`] streams whose oldest fence has not passed; the next call continues
+/// with the other streams.
 pub(crate) fn poll_some(owner: &impl FenceOwner) -> Result<()> {
     let (mut unseen, mut last) = owner.with_fences(|fences| fences.poll_position());
     let (mut budget, mut outcome) = (PENDING_PER_CALL, Ok(()));
@@ -35,8 +35,8 @@ pub(crate) fn poll_of(owner: &impl FenceOwner, stream: StreamId) -> Result<()> {
     poll_streams(owner, oldest).1
 }
 
-/// Queries the oldest fences of some streams, and those behind each that has passed. Returns in how many streams the
-/// oldest has not passed.
+/// Queries the oldest fence of each of these streams, and the next ones while they have passed. Returns in how many
+/// streams the oldest has not passed.
 fn poll_streams(owner: &impl FenceOwner, oldest: Vec<Fence>) -> (usize, Result<()>) {
     if oldest.is_empty() {
         return (0, Ok(()));
@@ -71,7 +71,7 @@ pub(crate) fn wait_all(owner: &impl FenceOwner) -> Result<()> {
     let all = owner.with_fences(|fences| fences.all());
     let _guard = owner.capture_guard()?;
     let (mut failed, mut outcome) = (None, Ok(()));
-    // Each of them: that the last one of a stream has passed says nothing about the others.
+    // Waits for each fence: that the last one of a stream has passed says nothing about the others.
     for fence in all {
         if failed == Some(fence.stream) {
             continue;

@@ -1,4 +1,4 @@
-//! The fences of one device, by stream, and the blocks without any. No driver call is made here.
+//! The fences of one device by stream, and the unfenced blocks. No driver calls here.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
@@ -9,22 +9,22 @@ use warpool_driver::StreamId;
 use super::uses::StreamUses;
 use crate::PooledEvent;
 
-/// How many blocks or streams that have to wait longer a call looks at which only passes by. PyTorch has 32 streams per
-/// priority: a program with so few sees every fence polled at every request, as PyTorch does.
+/// How many blocks or streams that are not ready an ordinary call may examine. PyTorch has 32 streams per priority:
+/// with that few, every fence is polled at every request, as in PyTorch.
 pub(crate) const PENDING_PER_CALL: usize = 64;
 
-/// The fences of one allocator's device, by stream, and the blocks that have none yet. `K` names a freed block.
+/// The fences of one device of an allocator by stream, and the unfenced blocks. `K` names a freed block.
 #[derive(Debug)]
 pub(crate) struct StreamFences<K> {
-    /// Each in the order of sequence numbers, none empty.
+    /// Each queue is ordered by sequence number; no queue is empty.
     queues: BTreeMap<StreamId, VecDeque<Queued<K>>>,
     next_sequence: u64,
     /// How many fences of each stream (second) the blocks of a stream (first) wait for.
     by_owner: BTreeMap<(StreamId, StreamId), u32>,
-    /// The stream that was polled last, if not all are polled at once.
+    /// The stream that was polled last, if a call polls only some of them.
     last_polled: Option<StreamId>,
     unfenced: Vec<K>,
-    /// If true, nothing is queued.
+    /// If true, nothing is queued any more.
     closed: bool,
 }
 
@@ -37,8 +37,8 @@ struct Queued<K> {
     key: K,
 }
 
-/// A queued fence, to be queried without the lock. Shares the event: it stays valid when another thread completes the
-/// fence meanwhile.
+/// A queued fence, to be queried without the lock. It shares the event, which stays valid if another thread completes
+/// the fence meanwhile.
 #[derive(Clone, Debug)]
 pub(crate) struct Fence {
     pub(super) stream: StreamId,
@@ -66,12 +66,12 @@ impl<K> StreamFences<K> {
         self.queues.is_empty() && self.unfenced.is_empty()
     }
 
-    /// Whether blocks have fences still to be recorded.
+    /// Whether there are unfenced blocks.
     pub(crate) fn has_unfenced(&self) -> bool {
         !self.unfenced.is_empty()
     }
 
-    /// Takes out a fence that has passed, and returns its block; `None` if another thread did before.
+    /// Removes a fence that has passed and returns its block; `None` if another thread has already done so.
     pub(crate) fn pop(&mut self, fence: &Fence) -> Option<K> {
         let queue = self.queues.get_mut(&fence.stream)?;
         let at = queue.binary_search_by_key(&fence.sequence, |queued| queued.sequence).ok()?;
@@ -95,19 +95,19 @@ impl<K> StreamFences<K> {
         self.queues.len() > PENDING_PER_CALL
     }
 
-    /// Lists a pending free as unfenced, unless it is.
+    /// Lists a pending free as unfenced, unless it is listed already.
     pub(crate) fn list_unfenced(&mut self, uses: &mut StreamUses, key: K) {
         if !self.closed && uses.list() {
             self.unfenced.push(key);
         }
     }
 
-    /// Queues nothing any more. Returns what was queued, to be dropped without the lock.
+    /// Closes the queues: nothing is queued any more. Returns what was queued, for the caller to drop without the lock.
     pub(crate) fn close(&mut self) -> Self {
         std::mem::replace(self, Self { closed: true, ..Self::default() })
     }
 
-    /// Queues a fence; returns it if closed.
+    /// Queues a fence; returns it if the queues are closed.
     pub(super) fn push(
         &mut self,
         stream: StreamId,
@@ -127,7 +127,7 @@ impl<K> StreamFences<K> {
         None
     }
 
-    /// Lists a block as unfenced; returns it if closed.
+    /// Lists a block as unfenced; returns it if the queues are closed.
     pub(super) fn push_unfenced(&mut self, key: K) -> Option<K> {
         if self.closed {
             return Some(key);
@@ -144,7 +144,7 @@ impl<K> StreamFences<K> {
         std::mem::take(&mut self.unfenced)
     }
 
-    /// Lists blocks as unfenced again, before those that were listed meanwhile; returns them if closed.
+    /// Lists blocks as unfenced again, before those that were listed meanwhile; returns them if the queues are closed.
     pub(super) fn return_unfenced(&mut self, keys: Vec<K>) -> Vec<K> {
         if self.closed {
             return keys;
@@ -154,7 +154,7 @@ impl<K> StreamFences<K> {
         Vec::new()
     }
 
-    /// How many streams have fences, and which was polled last if not all are polled at once.
+    /// How many streams have fences, and which was polled last if a call polls only some of them.
     pub(super) fn poll_position(&self) -> (usize, Option<StreamId>) {
         (self.queues.len(), self.last_polled.filter(|_| self.has_many_streams()))
     }
@@ -163,7 +163,7 @@ impl<K> StreamFences<K> {
         self.last_polled = last;
     }
 
-    /// The oldest fences of up to `count` streams: those after `last`, and then from the first on.
+    /// The oldest fences of up to `count` streams: those after `last`, then from the first.
     pub(super) fn oldest_after(&self, last: Option<StreamId>, count: usize) -> Vec<Fence> {
         let after = last.map_or(Bound::Unbounded, Bound::Excluded);
         let wrapped = last.map(|last| self.queues.range(..=last)).into_iter().flatten();

@@ -1,8 +1,8 @@
-//! Events behind a stream's work, and waiting for it, without a block.
+//! Recording events after a stream's work and waiting for it, independent of blocks.
 //!
-//! Whether a stream captures is asked and acted on while no capture can begin or end (`capture_gate.rs`). A stream may
-//! still join one meanwhile, and captures that are begun without a graph are not held up, so it is asked again after
-//! an event was recorded.
+//! A stream's capture status is read and acted on while no capture can begin or end (`capture_gate.rs`). A stream may
+//! still join a capture meanwhile, and captures that are begun without a graph are not blocked, so the status is read
+//! again after an event was recorded.
 
 use warpool_driver::{DeviceId, ErrorCode, EventId, EventScope, StreamId};
 
@@ -12,15 +12,15 @@ use crate::{Device, Error, Instance, PooledEvent, Result};
 
 /// Result of [`record`].
 pub(crate) enum Recorded {
-    /// The event is recorded behind the stream's work.
+    /// The event is recorded after the stream's work.
     Fenced(PooledEvent),
     /// The stream's work is known to be done.
     AlreadyDone,
-    /// A capture forbids recording; to be retried once it is over.
+    /// A capture forbids recording; retry after it ends.
     CaptureActive,
 }
 
-/// Records an event behind the work that `stream` holds now.
+/// Records an event after the work that `stream` holds now.
 pub(crate) fn record(owner: &impl FenceOwner, stream: StreamId) -> Result<Recorded> {
     match record_if_existing(owner, stream)? {
         Some(recorded) => Ok(recorded),
@@ -28,7 +28,7 @@ pub(crate) fn record(owner: &impl FenceOwner, stream: StreamId) -> Result<Record
     }
 }
 
-/// The same; `None` if the stream is destroyed.
+/// As [`record`]; `None` if the stream is destroyed.
 fn record_if_existing(owner: &impl FenceOwner, stream: StreamId) -> Result<Option<Recorded>> {
     let _frozen = owner.instance().freeze_captures_for_call()?;
     match owner.capture_status(stream)? {
@@ -51,7 +51,7 @@ fn record_if_existing(owner: &impl FenceOwner, stream: StreamId) -> Result<Optio
     Ok(Some(Recorded::Fenced(event)))
 }
 
-/// Records an event in a stream; `device` is its device, if that is known. To be called while captures are frozen.
+/// Records an event in a stream; `device` is its device, if known. Call it while captures are frozen.
 fn record_event(instance: &Instance, device: Option<DeviceId>, stream: StreamId) -> Result<PooledEvent> {
     let driver = instance.driver();
     let device = match device {
@@ -63,7 +63,7 @@ fn record_event(instance: &Instance, device: Option<DeviceId>, stream: StreamId)
     Ok(event)
 }
 
-/// Records an event behind the work of a stream that nobody said uses the memory in question. `None` if a capture
+/// Records an event after the work of a stream that has no recorded use of the memory in question. `None` if a capture
 /// forbids it, or if the stream is destroyed.
 pub(crate) fn record_bystander(owner: &impl FenceOwner, stream: StreamId) -> Result<Option<PooledEvent>> {
     match record_if_existing(owner, stream)? {
@@ -72,14 +72,14 @@ pub(crate) fn record_bystander(owner: &impl FenceOwner, stream: StreamId) -> Res
     }
 }
 
-/// The last work of a destroyed stream may still run, and only the devices can be waited for.
+/// The last work of a destroyed stream may still run. Only a wait for the devices covers it.
 fn record_destroyed(owner: &impl FenceOwner) -> Result<Recorded> {
     let waited = !owner.has_captures() && wait_for_devices(owner.instance())?;
     Ok(if waited { Recorded::AlreadyDone } else { Recorded::CaptureActive })
 }
 
-/// Waits for all work of all devices. Returns `false` without waiting while a capture is active, which the wait would
-/// invalidate; none can begin during the wait.
+/// Waits for all work of all devices. Returns `false` without waiting if a capture is active, since the wait would
+/// invalidate it. No capture can begin during the wait.
 pub(crate) fn wait_for_devices(instance: &Instance) -> Result<bool> {
     let Some(_held_off) = instance.hold_off_captures() else { return Ok(false) };
     for device in instance.devices() {
@@ -90,10 +90,10 @@ pub(crate) fn wait_for_devices(instance: &Instance) -> Result<bool> {
     Ok(true)
 }
 
-/// Waits for the work that `stream` holds now. Returns `false` without waiting if a capture forbids it. Waits for an
-/// event and not for the stream: another thread may begin a capture in it at any moment, which a wait for the stream
-/// would invalidate. A stream that its owner may have destroyed is not named, the devices are waited for, unless a
-/// capture forbids that: then the stream has to exist, as for PyTorch's allocator.
+/// Waits for the work that `stream` holds now. Returns `false` without waiting if a capture forbids it. It waits for an
+/// event and not for the stream: another thread may begin a capture in the stream at any moment, and a wait for the
+/// stream would invalidate it. If the stream's owner may have destroyed it, the devices are waited for instead. If a
+/// capture forbids that, the stream has to exist, as with PyTorch's allocator.
 pub(crate) fn wait_for_stream(owner: &impl FenceOwner, stream: StreamId) -> Result<bool> {
     let instance = owner.instance();
     if !is_kept(instance, stream)? && !owner.has_captures() && wait_for_devices(instance)? {
@@ -120,7 +120,7 @@ pub(crate) fn is_kept(instance: &Instance, stream: StreamId) -> Result<bool> {
     Ok(false)
 }
 
-/// Waits for the work that `stream` holds now. `false` if it captures, or is destroyed.
+/// Waits for the work that `stream` holds now. `false` if it is capturing or destroyed.
 pub(crate) fn synchronize(instance: &Instance, stream: StreamId) -> Result<bool> {
     let Some(event) = record_outside_captures(instance, stream)? else { return Ok(false) };
     let _relaxed = RelaxedMode::begin(&**instance.driver())?;
@@ -128,7 +128,7 @@ pub(crate) fn synchronize(instance: &Instance, stream: StreamId) -> Result<bool>
     Ok(true)
 }
 
-/// Records an event after the work in `stream`. `None` if the stream captures or is destroyed.
+/// Records an event after the work in `stream`. `None` if the stream is capturing or destroyed.
 pub(crate) fn record_outside_captures(instance: &Instance, stream: StreamId) -> Result<Option<PooledEvent>> {
     let _frozen = instance.freeze_captures_for_call()?;
     match CaptureStatus::of(&**instance.driver(), stream)? {
@@ -137,7 +137,7 @@ pub(crate) fn record_outside_captures(instance: &Instance, stream: StreamId) -> 
     }
 }
 
-/// Makes later work of `stream` wait for an event outside of captures, on the device. `false` if `stream` captures.
+/// Makes later work of `stream` wait for an event outside of captures, on the device. `false` if `stream` is capturing.
 pub(crate) fn wait_for_event(owner: &impl FenceOwner, stream: StreamId, event: EventId) -> Result<bool> {
     let _frozen = owner.instance().freeze_captures_for_call()?;
     if owner.capture_status(stream)?.refuses_work() {
@@ -147,14 +147,14 @@ pub(crate) fn wait_for_event(owner: &impl FenceOwner, stream: StreamId, event: E
     Ok(true)
 }
 
-/// Makes later work of `later` wait for the work that `earlier` holds now, on the device. To be called while captures
-/// are frozen, and both streams take part in the same capture or in none.
+/// Makes later work of `later` wait for the work that `earlier` holds now, on the device. Call it while captures are
+/// frozen. Both streams must take part in the same capture, or in none.
 pub(crate) fn order_after(instance: &Instance, earlier: StreamId, later: StreamId) -> Result<()> {
     let event = record_event(instance, None, earlier)?;
     Ok(instance.driver().stream_wait_event(later, event.id(), EventScope::Plain)?)
 }
 
-/// The same for two streams that are not to capture. `false` if a capture forbids it.
+/// As [`order_after`], for two streams that must not be capturing. `false` if a capture forbids it.
 pub(crate) fn order_outside_captures(instance: &Instance, earlier: StreamId, later: StreamId) -> Result<bool> {
     let driver = &**instance.driver();
     let [earlier_status, later_status] = {

@@ -1,14 +1,14 @@
-//! The streams that use one block. Whether they have passed is in `queues.rs`, under another lock.
+//! The streams that use one block. Their fences are in `queues.rs`, under another lock.
 
 use rustc_hash::FxHashSet;
 use smallvec::SmallVec;
 use warpool_driver::StreamId;
 
-/// Mostly one stream uses a block beside its own.
+/// Usually at most one other stream uses a block.
 pub(super) type Streams = SmallVec<[StreamId; 2]>;
 
-/// The streams that use a block beside its own, and the progress of its free. Kept with the block, under its owner's
-/// lock.
+/// The streams other than its own that use a block, and the progress of its free. Kept with the block, under its
+/// owner's lock.
 #[derive(Debug, Default)]
 pub(crate) struct StreamUses {
     /// Streams without a fence yet.
@@ -16,18 +16,18 @@ pub(crate) struct StreamUses {
     /// Incomplete fences, plus one while a thread is recording fences, so that the block is not reclaimed meanwhile.
     outstanding: u32,
     freed: bool,
-    /// Whether the block is in the list of unfenced ones.
+    /// Whether the block is in the unfenced list.
     listed: bool,
 }
 
-/// What is to be done with a block in whose streams fences were recorded.
+/// What to do with a block after fences were recorded for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AfterFencing {
     /// To be listed as unfenced.
     List,
     /// No stream may use it any more.
     Reclaim,
-    /// Nothing, until its last fence has passed, or while it is listed already.
+    /// Nothing: the block waits for its last fence, or is listed already.
     Wait,
 }
 
@@ -45,7 +45,7 @@ impl StreamUses {
         }
     }
 
-    /// Records that these streams use the block, which are distinct and may be many.
+    /// Records that these distinct streams use the block; there may be many.
     pub(crate) fn add_all(&mut self, streams: impl IntoIterator<Item = StreamId>) {
         let known: FxHashSet<StreamId> = self.streams.iter().copied().collect();
         self.streams.extend(streams.into_iter().filter(|stream| !known.contains(stream)));
@@ -61,7 +61,7 @@ impl StreamUses {
         self.streams.is_empty() && self.outstanding == 0
     }
 
-    /// The block was freed: from here on fences may be recorded for it.
+    /// Marks the block as freed: fences may be recorded for it from now on.
     pub(crate) fn mark_freed(&mut self) {
         self.freed = true;
     }
@@ -71,7 +71,8 @@ impl StreamUses {
         self.freed
     }
 
-    /// Whether the block is freed and no stream may still use it. Returns `true` to one caller only, which reclaims it.
+    /// Whether the block is freed and no stream may still use it. Returns `true` to exactly one caller, which must
+    /// reclaim it.
     pub(crate) fn take_reclaimable(&mut self) -> bool {
         let reclaimable = self.freed && self.is_clear();
         if reclaimable {
@@ -80,12 +81,12 @@ impl StreamUses {
         reclaimable
     }
 
-    /// A fence of the block has passed.
+    /// Counts a fence of the block as passed.
     pub(crate) fn fence_passed(&mut self) {
         self.outstanding -= 1;
     }
 
-    /// The streams to record fences in, each counted as outstanding from here on. `None` if the block is not freed: it
+    /// The streams to record fences in, each counted as outstanding from now on. `None` if the block is not freed: it
     /// was reclaimed by another thread, and may be allocated again.
     pub(super) fn begin_fencing(&mut self) -> Option<Streams> {
         if !self.freed {
@@ -99,7 +100,7 @@ impl StreamUses {
         Some(streams)
     }
 
-    /// Ends recording: `done` streams needed no fence, and in those `left` none can be recorded now.
+    /// Ends recording: `done` streams needed no fence; in the streams of `left`, none can be recorded now.
     pub(super) fn end_fencing(&mut self, done: u32, left: &[StreamId]) -> AfterFencing {
         self.outstanding -= 1 + done + left.len() as u32;
         left.iter().for_each(|&stream| self.add(stream));
@@ -112,12 +113,12 @@ impl StreamUses {
         }
     }
 
-    /// The block is to be listed as unfenced. Returns `false` if it is already.
+    /// Marks the block as listed. Returns `false` if it is already.
     pub(super) fn list(&mut self) -> bool {
         !std::mem::replace(&mut self.listed, true)
     }
 
-    /// The block has left the list of unfenced ones.
+    /// Marks the block as no longer in the unfenced list.
     pub(super) fn unlist(&mut self) {
         self.listed = false;
     }

@@ -1,6 +1,6 @@
 //! How a request is served, and what happens when the source has no memory.
 //!
-//! The source may panic: what counts while a request is in flight (quota, a slot in a pool) is undone by guards.
+//! The source may panic: guards release what a request in flight has reserved (quota, a slot in a pool).
 
 use std::mem::ManuallyDrop;
 
@@ -16,7 +16,7 @@ use crate::memory::{Allocation, MemPoolId, OomCause, RawStream, Request, StackLe
 use crate::unwind::OnUnwind;
 use crate::{Error, Result};
 
-/// Requests from this size on (an exbibyte) are refused.
+/// Requests of this size (an exbibyte) or more are refused.
 const TOO_LARGE: u64 = 1 << 60;
 
 /// Bytes that count against the limit while a request is in flight.
@@ -27,7 +27,7 @@ struct Quota<'a, S: Source> {
 }
 
 impl<S: Source> Quota<'_, S> {
-    /// Ends it in the same step in which the block is added.
+    /// Releases the quota in the same step in which the block is added.
     fn end_with<R>(self, step: impl FnOnce(&mut AllocationTable) -> R) -> R {
         let Self { allocator, state, bytes } = *ManuallyDrop::new(self);
         allocator.with(state, |table| {
@@ -139,8 +139,8 @@ impl<S: Source> UncachedAllocator<S> {
     }
 
     /// Memory from the source. If it has none: calls the pressure callbacks, waits for freed blocks, trims the source,
-    /// and tries once more. `None` means out of memory. The stream had the status `status` a moment ago; returns the
-    /// one that it had at the allocation.
+    /// and tries once more. `None` means out of memory. `status` is the stream's capture status before the call;
+    /// returns its status at the allocation.
     fn fetch(
         &self,
         state: &DeviceState,
@@ -184,7 +184,7 @@ impl<S: Source> UncachedAllocator<S> {
         details: &EntryDetails,
     ) -> Error {
         let (device, bytes_segment) = (state.ledger.device(), request.bytes.next_multiple_of(S::GRANULARITY));
-        // A failure of these must not hide the out-of-memory error.
+        // A failure of these calls must not hide the out-of-memory error.
         let unknown = MemoryInfo { bytes_free: 0, bytes_total: state.ledger.bytes_total() };
         let memory = self.driver().mem_info(device).unwrap_or(unknown);
         let reserved = self.source.reserved(device).unwrap_or_default();

@@ -1,7 +1,7 @@
 //! The driver's stream-ordered pool as a source: the driver caches, and orders frees by streams.
 //!
-//! A device's pool is set up at its first use: it keeps what is freed (the release threshold is the largest number) and
-//! may reuse memory across streams in every way that the driver supports. Other users of the device's default pool
+//! A device's pool is configured at its first use: it keeps freed memory (the release threshold is the largest number)
+//! and may reuse memory across streams in every way that the driver supports. Other users of the device's default pool
 //! share that configuration.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,22 +23,22 @@ use crate::{Device, Instance, PooledEvent, Result, StreamLease, lock};
 /// [`Error::Unsupported`](crate::Error::Unsupported).
 ///
 /// # Captures
-/// Memory allocated on a capturing stream is a node of the graph. It is freed by a node if its capture is still under
-/// way. Any other block that a capturing stream used is freed after that capture.
+/// Memory allocated on a capturing stream is a node of the graph. It is freed by a node if its capture is still active.
+/// Any other block that a capturing stream used is freed after that capture.
 ///
 /// # Where it differs from PyTorch's backend
-/// - Several captures may be under way at once, also on several threads.
-/// - Frees in a capture are joined in the block's own stream, so nothing has to be joined when it ends.
+/// - Several captures may be active at once, on one or several threads.
+/// - Frees in a capture are joined into the block's own stream, so nothing has to be joined when the capture ends.
 /// - A free that has to wait is made by the next call of any kind, not only by an allocation.
-/// - A retry waits for all streams that frees are in, not only for the request's.
+/// - A retry waits for all streams that hold frees, not only for the request's stream.
 /// - A fraction outside of [0, 1] is an error, and the default is 1.
 /// - There are snapshots, a history, and all counters that have a meaning here. Every block is a segment of its own;
-///   what the pool holds beyond the blocks is shown as one free segment at address 0.
-/// - Pressure callbacks run when a request would fail, since it is not known before what is cached.
+///   memory that the pool holds beyond the blocks is shown as one free segment at address 0.
+/// - Pressure callbacks run only when a request would fail, since the amount of cached memory is not known before.
 pub type DriverPoolAllocator = UncachedAllocator<DriverPool>;
 
-/// The most streams, and events, that are waited for one by one. With more, as in a program that makes a stream for
-/// each request, the devices are waited for.
+/// The maximum number of streams, and of events, to wait for one by one. With more, as in a program that creates a
+/// stream per request, the allocator waits for the devices instead.
 const FREES_MAX: usize = 1024;
 
 /// The default pools of all devices.
@@ -49,7 +49,7 @@ pub struct DriverPool {
 
 #[derive(Default)]
 struct PoolState {
-    /// Set up at the first use, since it creates a context.
+    /// Configured at the first use, since that creates a context.
     ready: OnceLock<ReadyPool>,
     /// Frees that were put into streams since they were last waited for.
     frees: Mutex<Frees>,
@@ -60,9 +60,9 @@ struct PoolState {
 struct Frees {
     /// Streams that live as long as the instance.
     streams: BTreeSet<StreamId>,
-    /// After the last free in a stream that its owner may destroy.
+    /// Events after the last free in each stream that its owner may destroy.
     events: BTreeMap<StreamId, PooledEvent>,
-    /// There were too many to remember.
+    /// Whether there are frees in more streams than are recorded.
     others: bool,
 }
 
@@ -79,7 +79,7 @@ impl UncachedAllocator<DriverPool> {
         Self::with_settings(instance, Settings::default())
     }
 
-    /// With settings, of which the memory fraction and the cap have an effect; the others are shown in snapshots.
+    /// As `new`, with settings. Only the memory fraction and the cap have an effect; the others are shown in snapshots.
     #[must_use]
     pub fn with_settings(instance: &Instance, settings: Settings) -> Self {
         let devices = instance.devices().map(|_| PoolState::default()).collect();
@@ -107,7 +107,7 @@ impl DriverPool {
         &self.devices[device.0 as usize]
     }
 
-    /// The device's pool, set up. Two threads may both set it up, to the same effect.
+    /// The device's pool, configured. Two threads may both configure it, with the same result.
     fn ready(&self, device: DeviceId) -> Result<&ReadyPool> {
         let state = self.state(device);
         if let Some(ready) = state.ready.get() {
@@ -128,7 +128,8 @@ impl DriverPool {
         Ok(state.ready.get_or_init(|| ReadyPool { id, release_stream }))
     }
 
-    /// Notes a free in a stream. One that its owner may destroy is not named later, so an event is recorded in it now.
+    /// Records a free in a stream. If the owner may destroy the stream, its id must not be used later, so an event is
+    /// recorded in it now.
     fn note_free(&self, device: DeviceId, stream: StreamId) {
         let is_kept = is_kept(&self.instance, stream);
         let event = match is_kept {
@@ -151,7 +152,7 @@ impl DriverPool {
 
     fn wait_for(&self, frees: &Frees) -> Result<()> {
         for &stream in &frees.streams {
-            // Not waited for if it captures.
+            // This does not wait for a capturing stream.
             synchronize(&self.instance, stream)?;
         }
         for event in frees.events.values() {
@@ -159,7 +160,7 @@ impl DriverPool {
             self.driver().event_synchronize(event.id())?;
         }
         if frees.others {
-            // Not while a capture is under way.
+            // This does not wait while a capture is active.
             wait_for_devices(&self.instance)?;
         }
         Ok(())
@@ -176,7 +177,7 @@ impl Source for DriverPool {
     const NAME: &'static str = "driver-pool";
     const STREAM_ORDERED: bool = true;
     const PRIVATE_POOLS: bool = false;
-    /// That of the driver's pools on an H200.
+    /// The granularity of the driver's pools on an H200.
     const GRANULARITY: u64 = 512;
     const OOM_CAUSE: OomCause = OomCause::Device;
 
@@ -214,7 +215,7 @@ impl Source for DriverPool {
         if waited.is_err() {
             let mut now = lock(&state.frees);
             now.streams.extend(frees.streams);
-            // What was recorded meanwhile is later.
+            // Events recorded meanwhile are later, and stay.
             for (stream, event) in frees.events {
                 now.events.entry(stream).or_insert(event);
             }
@@ -224,7 +225,7 @@ impl Source for DriverPool {
     }
 
     fn undo_growth(&self, device: DeviceId) -> Result<()> {
-        // A pool grows until the driver refuses, and keeps what it got: all of an H200 (measured there).
+        // A pool grows until the driver fails, and keeps what it has got: all memory of an H200 (measured there).
         self.trim(device, false)
     }
 

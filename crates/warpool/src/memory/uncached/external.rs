@@ -19,23 +19,22 @@ use crate::{Error, Instance, Result};
 /// [`trim`](crate::memory::DeviceAllocator::trim) first.
 ///
 /// # Captures
-/// A block that a capture allocated from a private pool is kept for the graph: it is freed when the pool has lost its
-/// last user and the replays are done, however early its owner freed it. Nothing is cached, so it is not reused
-/// meanwhile: a graph needs the sum of all its allocations. Any other block that a capturing stream used is freed after
-/// that capture.
+/// A block that a capture allocated from a private pool is kept for the graph: however early its owner freed it, it is
+/// released only when the pool has no users and the replays are done. Nothing is cached, so it is not reused meanwhile:
+/// a graph needs the sum of all its allocations. Any other block that a capturing stream used is freed after that
+/// capture.
 ///
 /// # Where it differs from PyTorch's
-/// - Everything that PyTorch's refuses works: statistics, snapshots, history, observers, memory fraction, private
-///   pools.
+/// - These work, unlike with PyTorch's: statistics, snapshots, history, observers, memory fraction, private pools.
 /// - A request for 0 bytes returns the null address without a call. A null address from the external allocator means
 ///   out of memory.
 /// - `init` gets the actual number of devices.
-/// - Pool hooks are called in order, but those for the end of something may come with the allocator's next call:
-///   destructors do not call out.
+/// - Pool hooks are called in order, but those for the end of routing and for a release may run in the allocator's next
+///   call: destructors call no hooks.
 /// - Blocks that other streams used wait for them, if the external allocator has no hook for that.
 pub type PluggableAllocator = UncachedAllocator<External>;
 
-/// An external allocator, with the address ranges that it has handed out.
+/// An external allocator, with the address ranges of its live allocations.
 pub struct External {
     instance: Instance,
     allocator: Arc<dyn ExternalAllocator>,
@@ -48,7 +47,7 @@ impl UncachedAllocator<External> {
         Self::with_settings(instance, external, Settings::default())
     }
 
-    /// With settings, of which the memory fraction and the cap have an effect; the others are shown in snapshots.
+    /// As `new`, with settings. Only the memory fraction and the cap have an effect; the others are shown in snapshots.
     pub fn with_settings(
         instance: &Instance,
         external: Arc<dyn ExternalAllocator>,
@@ -65,7 +64,7 @@ impl UncachedAllocator<External> {
         &self.source().allocator
     }
 
-    /// The allocation that contains `ptr`, by the external allocator's hook or, where that gives no answer, by the
+    /// The allocation that contains `ptr`, from the external allocator's hook or, if that returns `None`, from the
     /// recorded address ranges.
     pub fn base_allocation(&self, ptr: DevicePtr) -> Result<BaseAllocation> {
         let source = self.source();
@@ -116,7 +115,7 @@ impl Source for External {
     }
 
     fn trim(&self, _device: DeviceId, capturing: bool) -> Result<()> {
-        // It may synchronize the device, which invalidates captures even in the relaxed mode.
+        // `reset` may synchronize the device, which invalidates captures even in the relaxed mode.
         if capturing { Ok(()) } else { self.call(|external| external.reset()) }
     }
 

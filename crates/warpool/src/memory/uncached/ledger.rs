@@ -1,5 +1,6 @@
 //! The state of one device of an [`UncachedAllocator`](super::UncachedAllocator): the allocation table under its lock,
-//! the memory fraction, and whether a history is recorded. No call out of the allocator is made under the lock.
+//! the memory fraction, and whether a history is recorded. The lock is not held during calls of the driver, the source
+//! or an observer.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,8 +21,8 @@ pub(super) struct DeviceLedger {
     device: DeviceId,
     bytes_total: u64,
     table: Mutex<AllocationTable>,
-    /// Whether trackers have entries to see, and whether freed blocks wait for a thread to release them, as the last
-    /// step left the table: calls that have nothing to do for either take no lock.
+    /// Whether there are entries for trackers, and whether freed blocks wait for a thread to release them. Updated
+    /// after each step, so that a call without such work takes no lock.
     has_untracked: AtomicBool,
     has_pending: AtomicBool,
     /// The bits of an `f64`.
@@ -65,14 +66,14 @@ impl DeviceLedger {
         self.has_pending.load(Ordering::Acquire)
     }
 
-    /// Whether trackers have entries to see.
+    /// Whether there are entries that trackers have not seen.
     #[inline]
     pub(super) fn has_untracked(&self) -> bool {
         self.has_untracked.load(Ordering::Acquire)
     }
 
-    /// Shows trackers the entries that they have not seen, without the lock. Not by a thread that unwinds: the next
-    /// call does it.
+    /// Calls the trackers with the entries that they have not seen, without the lock. Does nothing while the thread is
+    /// unwinding: the next call does it.
     pub(super) fn report(&self, observers: &Observers) {
         if !self.has_untracked() || std::thread::panicking() {
             return;
@@ -87,7 +88,7 @@ impl DeviceLedger {
         lock(&self.table).find(ptr)
     }
 
-    /// What the history stores with the next entries. Gathered before the lock is taken.
+    /// The details that the history stores with the next entries, collected before the lock is taken.
     pub(super) fn entry_details(&self, level: StackLevel, observers: &Observers, driver: &dyn Driver) -> EntryDetails {
         self.history_flags.entry_details(level, observers, driver).timed(driver)
     }
@@ -141,7 +142,7 @@ impl DeviceLedger {
     }
 }
 
-/// Under the lock of what it is about. A store only where it changes something.
+/// Sets a flag under the lock of the data that it describes. Stores only if the value changes.
 #[inline]
 fn publish(flag: &AtomicBool, now: bool) {
     if flag.load(Ordering::Relaxed) != now {

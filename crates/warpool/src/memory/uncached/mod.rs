@@ -1,23 +1,23 @@
-//! Device allocators without a cache of their own: [`UncachedAllocator`], over a source of memory. The source is the
-//! driver's stream-ordered pool ([`DriverPoolAllocator`]) or a user's allocator ([`PluggableAllocator`]); this keeps
-//! the allocation table, limits, statistics, history, private pools, and decides when a freed block may be released.
+//! Device allocators without a cache: [`UncachedAllocator`], over a source of memory. The source is the driver's
+//! stream-ordered pool ([`DriverPoolAllocator`]) or a user's allocator ([`PluggableAllocator`]); this module keeps the
+//! allocation table, limits, statistics, history and private pools, and decides when a freed block may be released.
 //!
 //! # The life of an allocation
 //! 1. The request is routed to a pool, and counted against the limit by the requested size (`allocate.rs`).
 //! 2. The source allocates. If it has no memory: pressure callbacks, a wait for freed blocks, a trim of the source, and
 //!    one retry.
 //! 3. The block is added to the allocation table of its device (`table.rs`, `ledger.rs`).
-//! 4. Freed, it is released to the source once the streams that used it allow that (`release.rs`): put into a stream
-//!    behind their work, or after fences in the other streams have passed, as the source requires (`source.rs`).
-//!    Dropped blocks are released by the next call, since a destructor makes no driver call.
+//! 4. A freed block is released to the source in the order that the source requires (`release.rs`, `source.rs`): in a
+//!    stream, after the work that uses it, or after fences in the other streams have passed. Dropped blocks are
+//!    released by the next call, since a destructor makes no driver call.
 //!
 //! # Locks
 //! Each device has one for its table and one for its pools. Each is held for one step, none while another is taken, and
 //! never while the driver, the source or an observer is called.
 //!
 //! # Panics
-//! A source or an observer may panic, which reaches the caller: guards keep the table and the pools right. Trackers are
-//! called last, when nothing is half done.
+//! A panic of a source or an observer reaches the caller; guards keep the table and the pools consistent. Trackers are
+//! called last, when the state is consistent.
 
 mod allocate;
 mod driver_pool;
@@ -53,7 +53,7 @@ use table::AllocationTable;
 pub use driver_pool::DriverPoolAllocator;
 pub use external::PluggableAllocator;
 
-/// A device allocator that caches nothing itself: every request and every free reaches its source.
+/// A device allocator without a cache: every request and every free reaches its source.
 pub struct UncachedAllocator<S> {
     instance: Instance,
     source: S,
@@ -108,7 +108,7 @@ impl<S: Source> UncachedAllocator<S> {
         state.ledger.with(step)
     }
 
-    /// Calls the trackers. To be called when nothing is half done: they may panic.
+    /// Calls the trackers. Call it when the state is consistent: they may panic.
     fn report(&self, state: &DeviceState) {
         state.ledger.report(&self.observers);
     }
@@ -117,12 +117,12 @@ impl<S: Source> UncachedAllocator<S> {
         state.ledger.entry_details(level, &self.observers, self.driver())
     }
 
-    /// Whether a capture is under way that Warpool knows of.
+    /// Whether a capture is active that Warpool knows of.
     fn has_captures(&self) -> bool {
         self.captures.any() || self.instance.has_captures()
     }
 
-    /// Notifies the source of pool events. With `wait`, events that another thread is delivering are waited for.
+    /// Notifies the source of pool events. With `wait`, waits for events that another thread is delivering.
     fn deliver_pool_events(&self, state: &DeviceState, wait: bool) {
         state.pools.deliver(wait, |event| self.source.pool_event(state.ledger.device(), event));
     }
@@ -135,7 +135,8 @@ impl<S: Source> UncachedAllocator<S> {
         }
     }
 
-    /// Frees a block that its caller will never get, or whose free was interrupted. Calls nothing out.
+    /// Frees a block that never reaches its caller, or whose free was interrupted. Calls neither the driver nor the
+    /// source.
     fn abandon(&self, state: &DeviceState, allocation: Allocation) {
         let free = |table: &mut AllocationTable| {
             table.begin_free_of_owner(allocation.ptr, allocation.slot, false, &EntryDetails::default()).map(drop)
@@ -150,7 +151,7 @@ impl<S: Source> UncachedAllocator<S> {
 }
 
 #[expect(unsafe_code, reason = "the promise of `DeviceAllocator`")]
-// SAFETY: every allocation comes from the source as a whole, and the table refuses what overlaps another.
+// SAFETY: every allocation is one allocation of the source, and the table refuses overlaps.
 unsafe impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
     fn name(&self) -> &'static str {
         S::NAME
@@ -183,7 +184,7 @@ unsafe impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
         let state = self.state(used.device)?;
         let (raw_stream, _) = state.ledger.raw_stream(stream, self.driver())?;
         let handled = self.source.record_use(ptr, raw_stream)?;
-        // A use in a capture delays the free in any case: the source cannot record an event there.
+        // A use in a capture always delays the free: the source cannot record an event there.
         if handled == Handled::Yes && CaptureStatus::of(self.driver(), stream)? == CaptureStatus::NotCapturing {
             return Ok(());
         }
@@ -201,7 +202,7 @@ unsafe impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
             return Ok(());
         }
         let state = self.state(allocation.device)?;
-        // The block is freed also if a hook panics.
+        // The block is freed even if a hook panics.
         let unwinds = OnUnwind::new(|| self.abandon(state, allocation));
         self.deliver_pool_events(state, false);
         let details = self.entry_details(state, StackLevel::All);
@@ -236,7 +237,7 @@ unsafe impl<S: Source> DeviceAllocator for UncachedAllocator<S> {
         }
     }
 
-    /// The source is not asked to delay the reuse: that could be a call into the driver.
+    /// Does not call the source's `record_use`, which may call the driver.
     fn record_uses_later(&self, allocation: Allocation, streams: &[StreamId]) {
         if let Ok(state) = self.state(allocation.device) {
             self.with(state, |table| table.record_uses(&allocation, streams));

@@ -1,8 +1,9 @@
-//! The private pools of one device. Nothing is cached, so a pool is an id stored with each block, its users, and the
-//! blocks that captures allocated from it, which stay until the pool has no users.
+//! The private pools of one device. Nothing is cached, so a pool consists of an id that is stored with each block, its
+//! users, and the blocks that captures allocated from it, which stay until the pool has no users.
 //!
-//! The source is notified when routing begins and ends and when a pool is released. Destructors end and release, and
-//! must not call out: so events are queued, and the next call that may call out delivers them in order.
+//! The source is notified when routing begins and ends and when a pool is released. Destructors end routing and release
+//! pools, but must not call the source. So events are queued, and the next call that may call the source delivers them
+//! in order.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,14 +16,14 @@ use crate::memory::scopes::Scopes;
 use crate::memory::{MemPoolId, PoolUser, PoolUses, Route};
 use crate::{Error, Result, lock};
 
-/// What a source is notified of.
+/// An event of a private pool that a source is notified of.
 #[derive(Clone, Copy, Debug)]
 pub enum PoolEvent {
     /// Routing to the pool began.
     Begin(MemPoolId),
-    /// It ended.
+    /// Routing to the pool ended.
     End(MemPoolId),
-    /// The pool has lost its last user. As often as it was begun.
+    /// The pool has no users any more. Sent once for each `Begin`.
     Release(MemPoolId),
 }
 
@@ -30,7 +31,7 @@ pub(super) struct DevicePools {
     device: DeviceId,
     scopes: Scopes,
     table: Mutex<PoolTable>,
-    /// Whether events are queued: without any, a call takes no lock to deliver them. Changed under the lock.
+    /// Whether events are queued. If none are, a call takes no lock to deliver them. Changed under the lock.
     has_events: AtomicBool,
     /// Signalled when a thread stops delivering events.
     delivered: Condvar,
@@ -48,11 +49,11 @@ struct PoolTable {
 #[derive(Default)]
 struct Pool {
     uses: PoolUses,
-    /// Blocks that are in it or about to be, until the source has them back.
+    /// The number of blocks that are allocated from it or about to be, until the source has them back.
     blocks: usize,
     /// How often the source was notified that routing began.
     begun: u32,
-    /// Streams that use its memory beside those that it was allocated for.
+    /// Streams that use its memory without being its allocation streams.
     streams: BTreeSet<StreamId>,
     /// Serials of blocks that captures allocated and that were freed since.
     kept: Vec<u64>,
@@ -78,7 +79,7 @@ impl PoolTable {
     }
 }
 
-/// A block that a pool counts before it is allocated. Dropped, it no longer counts.
+/// A block that a pool counts before it is allocated. Dropping it ends that.
 pub(super) struct PoolSlot<'a> {
     pools: &'a DevicePools,
     pool: MemPoolId,
@@ -89,7 +90,7 @@ impl PoolSlot<'_> {
         self.pool
     }
 
-    /// The block is allocated: it counts until [`DevicePools::remove_block`].
+    /// Called when the block is allocated: it counts until [`DevicePools::remove_block`].
     pub(super) fn fill(self) {
         std::mem::forget(self);
     }
@@ -125,7 +126,7 @@ impl DevicePools {
         }
     }
 
-    /// Counts a block in the pool that a request names, or is routed to.
+    /// Counts a block in the pool that a request names or is routed to.
     pub(super) fn reserve_slot(
         &self,
         named: Option<MemPoolId>,
@@ -137,7 +138,8 @@ impl DevicePools {
         loop {
             let reserved = lock(&self.table).in_use(pool, self.device).map(|pool| pool.blocks += 1);
             let Err(error) = reserved else { return Ok(PoolSlot { pools: self, pool }) };
-            // Another thread may have closed the scope meanwhile: then the request is routed as if it came later.
+            // Another thread may have closed the scope meanwhile. The request is then routed again, as if it came
+            // later.
             let now = if named.is_none() { route()? } else { pool };
             if now == pool {
                 return Err(error);
@@ -153,7 +155,7 @@ impl DevicePools {
         table.remove_if_empty(id);
     }
 
-    /// Keeps a freed block that a capture allocated, if its pool is private and still in use. Says whether it does.
+    /// Keeps a freed block that a capture allocated, if its pool is private and still in use. Returns whether it does.
     pub(super) fn keep_for_graph(&self, id: MemPoolId, serial: u64) -> bool {
         match lock(&self.table).by_id.get_mut(&id) {
             Some(pool) if !id.is_default() && !pool.is_released() => {
@@ -164,7 +166,7 @@ impl DevicePools {
         }
     }
 
-    /// Streams that use the pool's memory beside those that it was allocated for.
+    /// Streams that use the pool's memory without being its allocation streams.
     pub(super) fn streams_of(&self, id: MemPoolId) -> Vec<StreamId> {
         lock(&self.table).by_id.get(&id).map(|pool| pool.streams.iter().copied().collect()).unwrap_or_default()
     }
@@ -178,7 +180,7 @@ impl DevicePools {
         Ok(())
     }
 
-    /// One use of `user` less. Returns the serials of blocks that the pool no longer keeps.
+    /// Ends one use of `user`. Returns the serials of blocks that the pool no longer keeps.
     pub(super) fn release(&self, id: MemPoolId, user: PoolUser) -> Result<Vec<u64>> {
         let mut table = lock(&self.table);
         let pool = table.in_use(id, self.device)?;
@@ -239,8 +241,9 @@ impl DevicePools {
         self.has_events.store(!table.events.is_empty(), Ordering::Release);
     }
 
-    /// Delivers queued events to `notify`. If another thread is delivering, that one delivers all: with `wait` this
-    /// waits for it, so that on return every event that was queued before has been delivered or has failed.
+    /// Delivers queued events to `notify`. If another thread is delivering, that thread delivers all of them. With
+    /// `wait` this call waits for it, so that on return every event that was queued before has been delivered or has
+    /// failed.
     #[inline]
     pub(super) fn deliver(&self, wait: bool, notify: impl Fn(PoolEvent) -> Result<()>) {
         if wait || self.has_events.load(Ordering::Acquire) {

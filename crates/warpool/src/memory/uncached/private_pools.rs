@@ -9,7 +9,7 @@ use crate::unwind::OnUnwind;
 use crate::{Error, Result};
 
 impl<S: Source> UncachedAllocator<S> {
-    /// One use of `user` less. Calls neither the driver nor the source.
+    /// Ends one use of `user`. Calls neither the driver nor the source.
     fn release(&self, state: &DeviceState, pool: MemPoolId, user: PoolUser) -> Result<()> {
         let kept = state.pools.release(pool, user)?;
         self.with(state, |table| kept.into_iter().for_each(|serial| table.end_release(serial)));
@@ -19,7 +19,7 @@ impl<S: Source> UncachedAllocator<S> {
 }
 
 impl<S: Source> PrivatePools for UncachedAllocator<S> {
-    /// [`Error::Unsupported`] with an upstream: the source is that of all pools. The other options have no effect,
+    /// [`Error::Unsupported`] with an upstream: all pools use the allocator's source. The other options have no effect,
     /// since nothing is cached.
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
         if options.upstream.is_some() {
@@ -90,7 +90,7 @@ impl<S: Source> PrivatePools for UncachedAllocator<S> {
         let state = self.state(device)?;
         self.captures.begin(|| {
             self.deliver_pool_events(state, false);
-            // During the capture fewer blocks can be freed.
+            // Fewer blocks can be freed during the capture.
             self.process_pending(state, &self.entry_details(state, StackLevel::All));
             self.report(state);
             Ok(())

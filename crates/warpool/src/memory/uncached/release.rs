@@ -1,15 +1,15 @@
-//! When a freed block is released to the source: behind all work that uses it, and never into a capture that did not
+//! When a freed block is released to the source: after all work that uses it, and never in a capture that did not
 //! allocate it.
 //!
 //! - A stream-ordered source gets the free in the block's own stream; if other streams used the block, in a stream of
 //!   the allocator that waits for all of them. In the capture that allocated the block the free is a node of the graph.
-//! - Any other source gets the block back once fences in the other streams have passed, and in its own if that may be
-//!   destroyed meanwhile.
+//! - Any other source gets the block back once fences in the other streams have passed, and also one in the block's own
+//!   stream if that may be destroyed meanwhile.
 //!
 //! A block that cannot be released now stays in the table, and every later call tries again.
 //!
-//! For a stream-ordered source no capture begins or ends between the check of the streams and the free. Any other is
-//! user code, which captures must not wait for.
+//! For a stream-ordered source no capture begins or ends between the check of the streams and the free. Any other
+//! source is user code, and captures must not wait for user code.
 
 use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, ErrorCode, RawHandle, StreamId};
@@ -24,10 +24,10 @@ use crate::memory::stream_fence::{self, Fence, FenceOwner, PENDING_PER_CALL, Str
 use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result, lock};
 
-/// A release of one block, or a walk over all pending ones.
+/// A release of one block, or a pass over all pending blocks.
 #[derive(Default)]
 struct Pass {
-    /// Walks query each stream once, however many blocks used it.
+    /// A pass over all blocks queries each stream once, however many blocks used it.
     statuses: Option<FxHashMap<StreamId, CaptureStatus>>,
     /// Whether to wait for fences and devices.
     waits: bool,
@@ -42,7 +42,7 @@ impl Pass {
 }
 
 enum Decision {
-    /// Free it behind the work of this stream.
+    /// Free it after the work of this stream.
     Release(RawStream),
     NotYet,
     /// Its pool keeps it until the graph is gone.
@@ -50,8 +50,8 @@ enum Decision {
 }
 
 impl<S: Source> UncachedAllocator<S> {
-    /// Releases a block that the calling thread is releasing, or leaves it pending. An error is the source's; the
-    /// block is gone then. After an error of the driver the block is pending.
+    /// Releases a block that the calling thread has begun to release, or leaves it pending. A returned error is the
+    /// source's, and the block is gone. After an error of the driver the block is pending.
     pub(super) fn release_block(&self, state: &DeviceState, entry: &TableEntry, details: &EntryDetails) -> Result<()> {
         let unwinds = OnUnwind::new(|| self.with(state, |table| table.interrupt_release(entry.serial)));
         let frozen = self.freeze_captures();
@@ -62,8 +62,8 @@ impl<S: Source> UncachedAllocator<S> {
         }
     }
 
-    /// Releases every pending block that streams and captures allow. Looks at a bounded number of those that have to
-    /// wait longer, in turn.
+    /// Releases every pending block that streams and captures allow. Examines a bounded number of those that are not
+    /// ready, round robin.
     pub(super) fn process_pending(&self, state: &DeviceState, details: &EntryDetails) {
         if state.ledger.has_pending() {
             self.process(state, &mut Pass::over_all(false), details);
@@ -114,7 +114,7 @@ impl<S: Source> UncachedAllocator<S> {
         details: &EntryDetails,
     ) -> Result<()> {
         let stay_pending = |error| self.stay_pending(state, entry, error);
-        // After a panic the block is pending, unless it is out of the table.
+        // After a panic the block is pending, unless it was removed from the table.
         let unwinds = OnUnwind::new(|| self.with(state, |table| table.interrupt_release(entry.serial)));
         let decision = self.decide(state, entry, pass);
         unwinds.disarm();
@@ -129,8 +129,8 @@ impl<S: Source> UncachedAllocator<S> {
         };
         let free = || self.source.free(entry.ptr, entry.bytes, state.ledger.device(), stream);
         if !S::STREAM_ORDERED {
-            // Out of the table first: from the call on the address may be allocated again, and a panic of the source
-            // leaves nothing half done.
+            // Removed from the table first: after the call the address may be allocated again, and the state stays
+            // consistent if the source panics.
             self.complete(state, entry, details);
             return free();
         }
@@ -159,7 +159,7 @@ impl<S: Source> UncachedAllocator<S> {
         Ok(())
     }
 
-    /// Keeps what streams answer about captures true until the source is called, if it is stream-ordered.
+    /// If the source is stream-ordered, keeps the capture status of streams unchanged until the source is called.
     pub(super) fn freeze_captures(&self) -> Result<Option<FrozenForCall<'_>>> {
         S::STREAM_ORDERED.then(|| self.instance.freeze_captures_for_call()).transpose()
     }
@@ -196,7 +196,7 @@ impl<S: Source> UncachedAllocator<S> {
             return Ok(Decision::NotYet);
         }
         if own == CaptureStatus::StreamDestroyed || statuses.contains(&CaptureStatus::StreamDestroyed) {
-            // Only the devices can be waited for: left to a caller that waits anyhow.
+            // Only a wait for the devices helps: left to a pass that waits.
             return if pass.waits { self.decide_after_devices(state, entry, own) } else { Ok(Decision::NotYet) };
         }
         if others.is_empty() {
@@ -209,8 +209,8 @@ impl<S: Source> UncachedAllocator<S> {
         Ok(Decision::Release(state.ledger.raw_stream(joined, self.driver())?.0))
     }
 
-    /// In the capture that allocated the block the free is a node, behind all uses. The block's own stream waits for
-    /// the others: a stream of the allocator could not be joined into the capture before it ends.
+    /// In the capture that allocated the block the free is a node, after all uses. The block's own stream waits for the
+    /// others: a stream of the allocator could not be joined into the capture before it ends.
     fn decide_in_capture(
         &self,
         entry: &TableEntry,
@@ -228,8 +228,9 @@ impl<S: Source> UncachedAllocator<S> {
         Ok(Decision::Release(own_stream(entry)))
     }
 
-    /// The block's own stream may be destroyed once the free has returned. So a block that has to wait for others also
-    /// waits for an event in its own stream, unless that is kept, and is then freed in a stream of the allocator.
+    /// The block's own stream may be destroyed once the free has returned. So a block that has to wait for other
+    /// streams also waits for an event in its own stream, unless that stream lives as long as the instance, and is then
+    /// freed in a stream of the allocator.
     fn decide_fenced(&self, state: &DeviceState, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {
         let is_kept = stream_fence::is_kept(&self.instance, entry.stream)?;
         let owner = Fencing { allocator: self, state };
@@ -274,7 +275,7 @@ impl<S: Source> UncachedAllocator<S> {
         Ok(Decision::Release(state.ledger.raw_stream(stream, self.driver())?.0))
     }
 
-    /// Waits for the devices, unless a capture is under way: it would be invalidated.
+    /// Waits for the devices, unless a capture is active, which the wait would invalidate.
     fn decide_after_devices(&self, state: &DeviceState, entry: &TableEntry, own: CaptureStatus) -> Result<Decision> {
         if self.has_captures() || !stream_fence::wait_for_devices(&self.instance)? {
             return Ok(Decision::NotYet);
@@ -310,7 +311,7 @@ fn other_streams(state: &DeviceState, entry: &TableEntry) -> Vec<StreamId> {
     others
 }
 
-/// The fences of one device. A freed block is named by its serial; `decide` reclaims it.
+/// The fences of one device. A freed block is identified by its serial; `decide` reclaims it.
 struct Fencing<'a, S> {
     allocator: &'a UncachedAllocator<S>,
     state: &'a DeviceState,

@@ -1,4 +1,4 @@
-//! What an [`UncachedAllocator`](super::UncachedAllocator) gets memory from: the trait [`Source`], implemented by the
+//! The source of memory of an [`UncachedAllocator`](super::UncachedAllocator): the trait [`Source`], implemented by the
 //! driver's pool and by external allocators.
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
@@ -7,14 +7,14 @@ use super::pools::PoolEvent;
 use crate::Result;
 use crate::memory::{Handled, OomCause, RawStream};
 
-/// A source of device memory. It decides how freed memory is ordered behind the work that uses it.
+/// A source of device memory. It determines how a free is ordered after the work that uses the memory.
 pub trait Source: Send + Sync {
     /// The name of the allocator over it.
     const NAME: &'static str;
 
-    /// Whether the source orders frees itself: [`free`](Self::free) is put into a stream, like a kernel, and streams
-    /// that used the block are joined by stream waits. Otherwise a block is freed only once the other streams that used
-    /// it have passed, and never in a capture.
+    /// Whether the source orders frees itself: [`free`](Self::free) is enqueued in a stream, like a kernel, and streams
+    /// that used the block are joined by stream waits. Otherwise a block is freed only once fences in the other streams
+    /// that used it have passed, and never in a capture.
     const STREAM_ORDERED: bool;
 
     /// Whether the allocator has private pools.
@@ -23,34 +23,34 @@ pub trait Source: Send + Sync {
     /// Sizes are rounded up to a multiple of this.
     const GRANULARITY: u64;
 
-    /// Why a request failed that the source could not serve.
+    /// The cause to report if the source could not serve a request.
     const OOM_CAUSE: OomCause;
 
     /// `bytes` of memory for work on `stream`; `None` means out of memory.
     fn allocate(&self, device: DeviceId, bytes: u64, stream: RawStream) -> Result<Option<DevicePtr>>;
 
-    /// Frees a block behind the work of `stream`. The calling thread is in the relaxed capture mode.
+    /// Frees a block after the work of `stream`. The calling thread is in the relaxed capture mode.
     fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: RawStream) -> Result<()>;
 
     /// The stream for frees that cannot be put into the block's own stream.
     fn release_stream(&self, device: DeviceId) -> Result<StreamId>;
 
-    /// Returns memory to the driver that the source caches. `capturing` if a capture may be under way.
+    /// Returns cached memory of the source to the driver. `capturing` is true if a capture may be active.
     fn trim(&self, device: DeviceId, capturing: bool) -> Result<()>;
 
-    /// Waits for frees that are in streams. Says whether there were any.
+    /// Waits for frees that were enqueued in streams. Returns whether there were any.
     fn wait_for_frees(&self, device: DeviceId) -> Result<bool> {
         let _ = device;
         Ok(false)
     }
 
-    /// A request failed for good: returns what the source took from the driver for it.
+    /// After a request has finally failed: returns the memory that the source took from the driver for it.
     fn undo_growth(&self, device: DeviceId) -> Result<()> {
         let _ = device;
         Ok(())
     }
 
-    /// What the source holds; `None` if that is exactly the allocated blocks.
+    /// The memory that the source holds; `None` if that is exactly the allocated blocks.
     fn reserved(&self, device: DeviceId) -> Result<Option<Reserved>> {
         let _ = device;
         Ok(None)
@@ -62,19 +62,19 @@ pub trait Source: Send + Sync {
         Ok(())
     }
 
-    /// `stream` uses the block at `ptr` too. Says whether the source delays the block's reuse itself.
+    /// Records that `stream` uses the block at `ptr` too. Returns whether the source delays the block's reuse itself.
     fn record_use(&self, ptr: DevicePtr, stream: RawStream) -> Result<Handled> {
         let _ = (ptr, stream);
         Ok(Handled::No)
     }
 
-    /// The memory fraction was set.
+    /// Called when the memory fraction was set.
     fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()> {
         let _ = (device, fraction);
         Ok(())
     }
 
-    /// Something happened to a private pool.
+    /// Called for each event of a private pool.
     fn pool_event(&self, device: DeviceId, event: PoolEvent) -> Result<()> {
         let _ = (device, event);
         Ok(())

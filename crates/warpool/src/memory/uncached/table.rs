@@ -1,4 +1,4 @@
-//! The allocation table of one device: every block that callers have or that is being freed, and the counters.
+//! The allocation table of one device: every block that is allocated or being freed, and the counters.
 //!
 //! Every block is a segment of its own. Each method is one step under the device's lock; nothing here calls the driver,
 //! the source or an observer.
@@ -23,7 +23,7 @@ use super::source::Reserved;
 /// Requests up to this count as small, as in the caching allocator.
 const SMALL_MAX: u64 = 1 << 20;
 
-/// How many stream handles are cached: more than most programs have streams, and few enough for one that creates a
+/// How many stream handles are cached: more than the streams of most programs, but bounded for programs that create a
 /// stream per request.
 const HANDLES_MAX: usize = 1024;
 
@@ -41,7 +41,7 @@ pub(super) struct TableEntry {
     pub(super) pool: MemPoolId,
     /// Other streams that used it.
     pub(super) uses: Vec<StreamId>,
-    /// How many graphs hold it: it is not freed meanwhile.
+    /// How many graphs hold it. It cannot be freed while one does.
     pub(super) holds: u32,
     /// The capture that allocated it, if any: its memory belongs to the graph.
     pub(super) capture: Option<CaptureId>,
@@ -54,7 +54,7 @@ impl TableEntry {
     }
 }
 
-/// A block that its owner freed and the source does not have back.
+/// A block that its owner has freed and that is not released to the source yet.
 struct PendingFree {
     entry: TableEntry,
     /// The streams that it waits for, once fences are recorded for it.
@@ -69,9 +69,9 @@ pub(super) struct AllocationTable {
     live: FxHashMap<u64, TableEntry>,
     /// Freed blocks by serial.
     pending: BTreeMap<u64, PendingFree>,
-    /// Those of them that no thread is releasing.
+    /// Serials of pending blocks that no thread is releasing.
     idle: BTreeSet<u64>,
-    /// The one that was tried last, if not all are at once.
+    /// The block that was tried last, if a pass tries only some of them.
     last_tried: Option<u64>,
     last_serial: u64,
     /// Bytes of requests in flight, before rounding. They count against the limit.
@@ -101,7 +101,7 @@ impl AllocationTable {
         }
     }
 
-    /// Counts `bytes` as in flight, unless active and in-flight bytes would exceed `limit`. Says whether it did.
+    /// Counts `bytes` as in flight, unless active and in-flight bytes would exceed `limit`. Returns whether it did.
     pub(super) fn reserve_quota(&mut self, bytes: u64, limit: Option<u64>) -> bool {
         let after = self.stats.requested_bytes.all.current.saturating_add(self.in_flight_bytes).saturating_add(bytes);
         let allowed = limit.is_none_or(|limit| after <= limit);
@@ -111,7 +111,7 @@ impl AllocationTable {
         allowed
     }
 
-    /// The request is no longer in flight, allocated or not.
+    /// Ends a request in flight, whether it was served or not.
     pub(super) fn release_quota(&mut self, bytes: u64) {
         self.in_flight_bytes -= bytes;
     }
@@ -133,7 +133,7 @@ impl AllocationTable {
         entry.serial = self.last_serial;
         entry.stack.clone_from(&details.stack);
         if let Some(stale) = self.live.get(&entry.ptr.0) {
-            // Its capture was discarded, and the source reuses the address.
+            // The old block's capture was discarded, and the source reuses the address.
             assert!(stale.capture.is_some(), "{} was allocated twice", entry.ptr);
             let stale = self.begin_free(entry.ptr, 0, true, details).expect("it is in the table");
             self.complete_free(stale.serial, details);
@@ -172,12 +172,12 @@ impl AllocationTable {
             device: self.device,
             stream: entry.stream,
             slot: entry.serial,
-            // A serial is never used again.
+            // Serials are never reused, so no generation is needed.
             generation: 0,
         }
     }
 
-    /// Records that `stream` uses the block at `ptr`. Says whether there is one.
+    /// Records that `stream` uses the block at `ptr`. Returns whether there is one.
     pub(super) fn record_use(&mut self, ptr: DevicePtr, stream: StreamId) -> bool {
         let Some(entry) = self.live.get_mut(&ptr.0) else { return false };
         if entry.stream != stream && !entry.uses.contains(&stream) {
@@ -186,21 +186,21 @@ impl AllocationTable {
         true
     }
 
-    /// A graph holds an allocation.
+    /// Records that a graph holds an allocation.
     pub(super) fn hold(&mut self, allocation: &Allocation) -> Result<()> {
         let ptr = allocation.ptr;
         self.live_mut(allocation).ok_or(Error::UnknownPointer { ptr })?.holds += 1;
         Ok(())
     }
 
-    /// A graph no longer holds an allocation.
+    /// Records that a graph no longer holds an allocation.
     pub(super) fn end_hold(&mut self, allocation: &Allocation) {
         if let Some(entry) = self.live_mut(allocation) {
             entry.holds = entry.holds.saturating_sub(1);
         }
     }
 
-    /// As [`begin_free`](Self::begin_free), by a caller. Fails if a graph holds the block.
+    /// As [`begin_free`](Self::begin_free), for a free by the owner. Fails if a graph holds the block.
     pub(super) fn begin_free_of_owner(
         &mut self,
         ptr: DevicePtr,
@@ -218,7 +218,7 @@ impl AllocationTable {
         self.live.get_mut(&allocation.ptr.0).filter(|entry| entry.serial == allocation.slot)
     }
 
-    /// Records that `streams` use an allocation, if it still is one.
+    /// Records that `streams` use an allocation, if it still exists.
     pub(super) fn record_uses(&mut self, allocation: &Allocation, streams: &[StreamId]) {
         if let Some(entry) = self.live_mut(allocation) {
             let known: FxHashSet<StreamId> = entry.uses.iter().copied().chain([entry.stream]).collect();
@@ -260,14 +260,14 @@ impl AllocationTable {
         self.idle.contains(&serial)
     }
 
-    /// How many freed blocks wait for a thread to release them, and which was tried last, if those are more than
+    /// How many freed blocks wait for a thread to release them, and which was tried last if there are more than
     /// `at_once`.
     pub(super) fn begin_pass(&self, at_once: usize) -> (usize, Option<u64>) {
         let count = self.idle.len();
         (count, self.last_tried.filter(|_| count > at_once))
     }
 
-    /// The calling thread begins to release the first block after `last`, or the first of all if there is none.
+    /// Begins to release, on the calling thread, the first block after `last`, or the first of all if there is none.
     pub(super) fn begin_next_release(&mut self, last: Option<u64>) -> Option<TableEntry> {
         let after = last.and_then(|last| self.idle.range(last + 1..).next());
         let serial = *after.or_else(|| self.idle.first())?;
@@ -278,7 +278,7 @@ impl AllocationTable {
         Some(pending.entry.clone())
     }
 
-    /// The block could not be released now.
+    /// Ends a release that was not possible now: the block stays pending.
     pub(super) fn end_release(&mut self, serial: u64) {
         let pending = self.pending.get_mut(&serial).expect("a block that is being released is pending");
         assert!(pending.releasing, "block {serial} is not being released");
@@ -286,7 +286,7 @@ impl AllocationTable {
         self.idle.insert(serial);
     }
 
-    /// The thread that was releasing the block unwinds. If it is still pending, others may release it.
+    /// Ends a release because its thread unwinds. If the block is still pending, other threads may release it.
     pub(super) fn interrupt_release(&mut self, serial: u64) {
         if self.pending.get(&serial).is_some_and(|pending| pending.releasing) {
             self.end_release(serial);
@@ -298,7 +298,7 @@ impl AllocationTable {
         self.pending.get(&serial).is_some_and(|pending| pending.uses.is_some())
     }
 
-    /// Lets a freed block wait for `streams`.
+    /// Makes a freed block wait for `streams`.
     pub(super) fn begin_fences(&mut self, serial: u64, streams: Vec<StreamId>) {
         let pending = self.pending.get_mut(&serial).expect("a block that is being released is pending");
         pending.uses.insert(StreamUses::of(streams)).mark_freed();
@@ -310,7 +310,7 @@ impl AllocationTable {
         uses.expect("a block with fences is pending")
     }
 
-    /// Second half of a free: the source has the block, or is about to.
+    /// Second half of a free: the block is released to the source, or is about to be.
     pub(super) fn complete_free(&mut self, serial: u64, details: &EntryDetails) {
         let pending = self.pending.remove(&serial).expect("a block that is being released is pending");
         assert!(pending.releasing, "block {serial} is not being released");
@@ -381,8 +381,8 @@ impl AllocationTable {
         self.stats.reserved_bytes_by_private_pools.get(&pool).map_or(0, |reserved| reserved.all.current)
     }
 
-    /// The counters. `reserved` is what the source holds; `None` if that is exactly the blocks. A source does not say
-    /// which requests its unused memory served: it counts as large.
+    /// The counters. `reserved` is the memory that the source holds; `None` if that is exactly the blocks. It is not
+    /// known which kind of requests the source's unused memory served, so it counts as large.
     pub(super) fn stats(&self, reserved: Option<Reserved>) -> Stats {
         let mut stats = self.stats.clone();
         let Some(reserved) = reserved else {
@@ -399,13 +399,13 @@ impl AllocationTable {
         stats
     }
 
-    /// What the source holds beyond the blocks.
+    /// The memory that the source holds beyond the blocks.
     pub(super) fn unused_bytes(&self, reserved: Option<Reserved>) -> u64 {
         reserved.map_or(0, |reserved| self.reserved_bytes(reserved) - self.active_bytes())
     }
 
-    /// With the memory that captures allocated, which is in no pool. At least what is active: the pool may have grown
-    /// since it was asked.
+    /// Includes the memory that captures allocated, which is in no pool. At least the active bytes: the pool may have
+    /// grown since it was queried.
     fn reserved_bytes(&self, reserved: Reserved) -> u64 {
         (reserved.current + self.captured_bytes).max(self.active_bytes())
     }
@@ -414,7 +414,7 @@ impl AllocationTable {
         self.recorder.history.set(options);
     }
 
-    /// Whether trackers have entries to see.
+    /// Whether there are entries that trackers have not seen.
     #[inline]
     pub(super) fn has_untracked(&self) -> bool {
         self.recorder.has_unreported()
@@ -439,7 +439,7 @@ impl AllocationTable {
         snapshot.traces.push(trace);
         let segments = self.segment_infos(only, unused, snapshot, stacks);
         snapshot.segments.extend(segments);
-        // Visible from the next snapshot on.
+        // This appears only in the next snapshot.
         self.recorder.record(Action::Snapshot, 0, self.active_bytes(), 0, MemPoolId::DEFAULT, details);
     }
 

@@ -146,8 +146,8 @@ impl FaultFixture {
         Err(Error::ThreadEnding)
     }
 
-    /// After a fault: checks that no stream captures, that the thread's capture mode is restored, and the allocator's
-    /// invariants.
+    /// After a fault: checks that no stream is capturing, that the thread's capture mode is restored, and the
+    /// allocator's invariants.
     pub fn expect_idle(&self, about: &str) {
         self.caching.check();
         self.host.check();

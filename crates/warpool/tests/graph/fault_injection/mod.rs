@@ -15,7 +15,7 @@ use scenarios::{SCENARIOS, Scenario};
 
 const SETTINGS: [&str; 2] = ["", "expandable_segments:True,graph_capture_record_stream_reuse:True"];
 
-/// Calls whose failure need not be returned: they are retried later, or done in another way.
+/// Calls whose failure need not be returned: they are retried later, or replaced by other calls.
 const RECOVERABLE: &[Call] = &[
     // Pinned memory that waits for streams is processed again at the next call, if other memory serves this one.
     Call::StreamHandle,
@@ -26,7 +26,7 @@ const RECOVERABLE: &[Call] = &[
     Call::VmRelease,
     Call::VmMap,
     Call::VmSetAccess,
-    // If a large segment cannot be pinned, a smaller one is.
+    // If a large segment cannot be pinned, a smaller one is pinned.
     Call::HostDevicePtr,
     // The end of a discarded capture is tried twice.
     Call::CaptureEnd,

@@ -101,7 +101,7 @@ fn kept(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
     temporaries(fixture, graph)
 }
 
-/// Random numbers on two streams of a capture, and without a graph in between.
+/// Random numbers on two streams of a capture, and eager draws in between.
 fn draws(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
     let numbers = |seed, offset| -> [u32; WORDS] {
         let words: Vec<u32> = (0..).flat_map(|at| philox::block(seed, at, offset)).take(WORDS).collect();
@@ -164,7 +164,7 @@ fn products(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
     fixture.trim()
 }
 
-/// A loop with a condition in it, with memory of their own.
+/// A loop with a conditional node in it, each with its own memory.
 fn conditionals(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
     let [total, step] =
         [Arc::new(fixture.get(BYTES, 0, &fixture.one)?), Arc::new(fixture.get(BYTES, 10, &fixture.one)?)];
@@ -357,7 +357,7 @@ fn callable(fixture: &FaultFixture, _: &mut Graph) -> Result<()> {
     }
 }
 
-/// Pools of library handles, by thread and leased, while a stream captures.
+/// Pools of library handles, by thread and leased, while a stream is capturing.
 fn handles(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
     let (blas, solver) = (HandlePool::new(&fixture.instance, Cublas), HandlePool::new(&fixture.instance, Cusolver));
     let outcome = (|| {
@@ -377,8 +377,8 @@ fn handles(fixture: &FaultFixture, graph: &mut Graph) -> Result<()> {
         fixture.one.synchronize()?;
         graph.reset()
     })();
-    // Handles cannot be destroyed while a stream captures, as it does if the end of the capture failed twice: the reset
-    // retries it.
+    // Handles cannot be destroyed while a stream is capturing, which it still is if the end of the capture failed
+    // twice: the reset retries it.
     fixture.faulty.clear_plan();
     graph.reset()?;
     blas.close()?;

@@ -82,7 +82,7 @@ impl SwarmContext {
         launch_kernel(&**self.instance.driver(), function, args, stream.id())
     }
 
-    /// Puts an operation into a stream.
+    /// Enqueues an operation in a stream.
     pub fn issue(&self, work: Work, at: &dyn Fn(Var) -> DevicePtr, stream: &Stream) -> Result<()> {
         let (driver, kernels) = (self.instance.driver(), &self.kernels);
         let ptr = |var| KernelArg::Ptr(at(var));
@@ -123,7 +123,7 @@ impl SwarmContext {
         bytes.as_chunks::<4>().0.iter().map(|&word| u32::from_le_bytes(word)).collect()
     }
 
-    /// Synchronizes, and returns what programs are compared by.
+    /// Synchronizes, and returns the contents and states that programs are compared by.
     pub fn outcome(&self) -> (Vec<Vec<u32>>, Vec<[u8; 16]>) {
         self.device.synchronize().unwrap();
         let words = self.outside.iter().map(|block| self.words(block.ptr())).collect();

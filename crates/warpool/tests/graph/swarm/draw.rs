@@ -119,7 +119,7 @@ struct Writer<'a> {
     /// Recorded points that can be waited for.
     clocks: Vec<(usize, Vec<u32>)>,
     next_event: usize,
-    /// Ownership deep in bodies it is, and which flags must be left alone there.
+    /// How deep it is in bodies, and which flags must not be changed there.
     depth: usize,
     flags: Vec<Var>,
 }
@@ -296,7 +296,7 @@ impl<'a> Writer<'a> {
             if record {
                 self.ops.push(Op::RecordUse { temp: temp.temp, branch });
             } else if self.depth == 0 {
-                // Outside of a body its node counts as one operation.
+                // Outside of a body, its node counts as one operation.
                 temp.unrecorded.push(point);
             }
         }

@@ -1,4 +1,4 @@
-//! Executes a section on one device, eagerly or in a capture. The two differ in who owns temporaries, and in flags:
+//! Executes a section on one device, eagerly or in a capture. The two differ in the owner of temporaries, and in flags:
 //! without a graph the host reads them.
 
 use std::collections::BTreeMap;
@@ -21,14 +21,14 @@ pub struct Executor<'m> {
     /// Whether branches are forks of the capture.
     by_forks: bool,
     temps: BTreeMap<usize, Temp>,
-    /// Blocks from before the capture, for temporaries that are to be moved into the graph.
+    /// Blocks from before the capture, for temporaries that will be moved into the graph.
     brought: BTreeMap<usize, DeviceBlock>,
     events: BTreeMap<usize, Event>,
-    /// Where `Left` variables are.
+    /// The addresses of `Left` variables.
     left: BTreeMap<usize, DevicePtr>,
     /// The keys of outside variables in this capture.
     shared: BTreeMap<usize, BufferKey>,
-    /// The keys of what this section leaves.
+    /// The keys of the variables that this section leaves.
     pub leaves: Vec<(usize, BufferKey)>,
 }
 
@@ -225,7 +225,7 @@ impl<'m> Executor<'m> {
         self.context.issue(work, &at, &self.branches[branch]).unwrap();
     }
 
-    /// With the scope's calls, if all variables have keys; whether it did.
+    /// Uses the scope's calls, if all variables have keys. Returns whether it did.
     fn work_in_scope(&self, branch: usize, work: Work, capture: &mut Capture<'_>) -> bool {
         let (stream, kernels) = (&self.branches[branch], &self.context.kernels);
         let keys = |vars: &[Var]| vars.iter().map(|&var| self.key(var).map(GraphArg::from)).collect::<Option<Vec<_>>>();

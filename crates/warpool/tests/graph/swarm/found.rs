@@ -33,7 +33,7 @@ fn graph(context: &SwarmContext) -> Graph {
     Graph::new(&context.allocator, &context.device, GraphOptions::default()).unwrap()
 }
 
-/// An upstream that lets another thread run before it allocates.
+/// An upstream that lets another thread run before each allocation.
 struct Slow {
     sim: Arc<SimDriver>,
     asked: Barrier,

@@ -1,5 +1,5 @@
 //! Random programs over several streams and threads, with temporaries, matrix multiplications, random numbers and
-//! conditional bodies: captured and replayed they leave the same memory and generator states as when they run eagerly.
+//! conditional bodies: captured and replayed, they leave the same memory contents and generator states as eager runs.
 //!
 //! - `program` defines programs, `draw` and `schedule` draw one from a seed, with the waits that it needs (`order`),
 //!   `kernels` has the kernels.
@@ -36,7 +36,7 @@ use failing_program::FailingProgram;
 use program::{Op, Ownership, Program, Step};
 use replayed::Replayed;
 
-/// Ownership often each kind of operation was executed.
+/// How often each kind of operation was executed.
 #[derive(Debug, Default)]
 struct OpCounts {
     captures: u64,
@@ -103,7 +103,7 @@ fn run(seed: u64, op_counts: &mut OpCounts) {
     graphed.close();
 }
 
-/// Memory for what sections leave to later ones, where no graph owns it.
+/// Memory for the variables that sections leave to later ones, if no graph owns it.
 fn left_by(program: &Program, context: &SwarmContext) -> BTreeMap<usize, DeviceBlock> {
     fn leaves(ops: &[Op], found: &mut Vec<usize>) {
         for op in ops {

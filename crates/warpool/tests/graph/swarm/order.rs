@@ -1,4 +1,4 @@
-//! The order of operations while a program is drawn: so that it has all the waits that it needs, and few others.
+//! The order of operations while a program is drawn, so that it has all the waits that it needs, and few others.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ pub type WorkPoint = (usize, u32);
 
 /// Branches of operations, and the accesses to each variable.
 pub struct Order<K> {
-    /// For each branch, a vector clock: the operations of every branch that its next operation comes after.
+    /// For each branch, a vector clock: the operations of every branch that precede its next operation.
     behind: Vec<Vec<u32>>,
     writes: BTreeMap<K, WorkPoint>,
     reads: BTreeMap<K, Vec<WorkPoint>>,

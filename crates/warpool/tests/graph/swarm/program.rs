@@ -1,5 +1,5 @@
-//! A program as data: sections that are captured or run eagerly, and the steps between them. Ownership a section is
-//! captured (mode, streams, threads of its begin and end) is not part of it, as it must not make a difference.
+//! A program as data: sections that are captured or run eagerly, and the steps between them. How a section is captured
+//! (mode, streams, threads of its begin and end) is not part of it, since it must not make a difference.
 
 /// A variable: [`WORDS`](super::kernels::WORDS) words of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,12 +30,12 @@ pub struct Program {
 /// Graphs that share a pool.
 #[derive(Debug)]
 pub struct Group {
-    /// The first section, and how many.
+    /// The first section, and the number of sections.
     pub first: usize,
     pub count: usize,
     /// Whether later sections read what earlier ones left: then all are replayed in order, and recaptured together.
     pub linked: bool,
-    /// Whether it is a pool that the program made.
+    /// Whether it is a pool that the program created.
     pub mem_pool: bool,
 }
 

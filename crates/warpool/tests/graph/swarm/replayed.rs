@@ -1,4 +1,4 @@
-//! Captures sections and replays them. Ownership a section is captured is drawn here, since it must make no difference:
+//! Captures sections and replays them. How a section is captured is drawn here, since it must not make a difference:
 //! which streams, which mode, by a scope or by a begin and an end, on which thread it ends, whether the template is
 //! kept, whether captures fail before one succeeds.
 
@@ -25,9 +25,9 @@ pub struct Replayed<'m> {
     program: &'m Program,
     /// One for each section.
     graphs: Vec<Graph>,
-    /// What the sections left, as keys of their graphs.
+    /// The variables that the sections left, as keys of their graphs.
     leaves: BTreeMap<usize, BufferKey>,
-    /// The pools that the program made, by group.
+    /// The pools that the program created, by group.
     pools: Vec<Option<MemPool>>,
     held: Vec<DeviceBlock>,
     rng: Rng,
@@ -142,7 +142,7 @@ impl<'m> Replayed<'m> {
         self.graphs[group.first..group.first + group.count].iter().find_map(|graph| graph.pool().ok().cloned())
     }
 
-    /// The addresses of what sections left.
+    /// The addresses of the variables that sections left.
     fn left(&self) -> BTreeMap<usize, DevicePtr> {
         let at = |(&section, &key): (&usize, &BufferKey)| (section, self.graphs[section].buffer(key).unwrap().ptr());
         self.leaves.iter().map(at).collect()

@@ -80,10 +80,10 @@ impl Run<'_> {
         let unpinned = self.host.trim(target).unwrap();
         let after = self.devices.sim.object_counts().bytes_pinned;
         assert_eq!(unpinned, before - after, "trim returned {unpinned}, of {before} pinned bytes {after} are left");
-        // Segments above the cached limit are unpinned in any case.
+        // Segments above the cached limit are always unpinned.
         assert!(target < before || unpinned == 0 || !keeps_all, "the target was met");
         let free = self.model.check_snapshot(&self.devices, &self.host);
-        // The reserve stays, and so do unused blocks of graph pools.
+        // The reserved segment and unused blocks of graph pools stay.
         let may_stay = free <= self.host.settings().reserve_segment_bytes || !self.graphs.is_empty();
         assert!(after <= target || may_stay, "{after} bytes are pinned, the target is {target}, and {free} are free");
         self.counts.trims += 1;

@@ -1,6 +1,6 @@
 //! Graphs that use pinned memory: captured, replayed on any stream, dropped while replays may be under way.
 //!
-//! The content that a graph copies is written once, in the capture. Every replay must read it, also after the block was
+//! The content that a graph copies is written once, in the capture. Every replay must read it, even after the block was
 //! freed.
 
 use std::collections::BTreeSet;

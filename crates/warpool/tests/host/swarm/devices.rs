@@ -22,7 +22,7 @@ const SLOTS: usize = 8;
 pub struct Devices {
     pub sim: Arc<SimDriver>,
     pub instance: Instance,
-    /// Of all devices.
+    /// The streams of all devices.
     pub streams: Vec<Stream>,
     _leases: Vec<StreamLease>,
     buffers: Vec<Buffer>,
@@ -141,7 +141,7 @@ impl Devices {
         }
     }
 
-    /// Whether work queued in `stream` now does not start.
+    /// Whether work that is enqueued in `stream` now does not start.
     pub fn is_paused(&self, stream: usize) -> bool {
         self.paused.contains(&stream)
     }

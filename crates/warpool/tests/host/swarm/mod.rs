@@ -12,8 +12,8 @@
 //! - `capture`: graphs that use pinned memory.
 //! - `regressions`: minimal cases of found bugs.
 //!
-//! `WARPOOL_SWARM_SEED=n` runs the program of that seed, `WARPOOL_SWARM_COUNT=n` so many, from `WARPOOL_SWARM_FIRST`
-//! on.
+//! `WARPOOL_SWARM_SEED=n` runs the program of that seed, `WARPOOL_SWARM_COUNT=n` runs `n` programs, starting with the
+//! seed `WARPOOL_SWARM_FIRST`.
 
 mod allocator_steps;
 mod capture;

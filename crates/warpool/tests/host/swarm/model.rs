@@ -64,7 +64,8 @@ struct PendingRange {
     events: Vec<EventId>,
     /// Events recorded right after the fences of the allocator.
     later_events: Vec<EventId>,
-    /// Whether it was dropped: the allocator records its fences in a later call, so they may pass later than ours.
+    /// Whether it was dropped: the allocator records its fences in a later call, so they may pass later than the
+    /// model's events.
     dropped: bool,
 }
 
@@ -92,7 +93,8 @@ pub struct Model {
     /// Blocks and bytes allocated so far.
     requests: u64,
     bytes: u64,
-    /// The bytes that may be pinned, in all and for each device: the cap, or what was pinned before it was set.
+    /// The bytes that may be pinned, in total and for each device: the cap, or the bytes that were pinned before it was
+    /// set.
     allowed: Option<u64>,
     allowed_each: Option<[u64; DEVICES as usize]>,
     /// Events that could not be queried in a capture.
@@ -231,7 +233,7 @@ impl Model {
         }
     }
 
-    /// A cap that was exceeded when it was set is not exceeded by more than is left of that.
+    /// A cap that was exceeded when it was set may stay exceeded by the excess that is left, but by no more.
     pub fn lower_allowed(&mut self, cap: Option<u64>, each: Option<u64>, stats: &HostStats) {
         if let (Some(allowed), Some(cap)) = (&mut self.allowed, cap) {
             *allowed = (*allowed).min(cap.max(stats.allocated_bytes.current));
@@ -317,7 +319,7 @@ impl Model {
         free
     }
 
-    /// A refused request: what must stay pinned and the request would exceed the cap, also after a trim.
+    /// Checks a refusal: the memory that must stay pinned plus the request would exceed the cap, even after a trim.
     pub fn expect_justified(&self, requested: u64, pinned: u64, cap: u64) {
         let enough = requested + requested / 8 + 2 * MIB;
         assert!(pinned + enough > cap, "{requested} bytes were refused, {pinned} must be pinned, and the cap is {cap}");

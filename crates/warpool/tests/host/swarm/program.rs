@@ -211,7 +211,7 @@ impl Run<'_> {
         }
     }
 
-    /// A stream reads or writes a block, ordered with the others that do.
+    /// A stream reads or writes a block, ordered with other streams that use it.
     fn use_on_stream(&mut self) {
         if self.model.live.is_empty() {
             return;

@@ -1,8 +1,8 @@
 //! Random programs that use their memory: every block gets a tag from its owner's stream, which is checked there, from
 //! other streams, and once more before the block is freed.
 //!
-//! The programs are correct: whatever another stream does with a block comes after its owner's work, and is recorded or
-//! joined before the block is freed. So any lost tag, and any hazard that the simulation reports, is a bug of the
+//! The programs are correct: work of another stream on a block comes after its owner's work, and is recorded or joined
+//! before the block is freed. So any overwritten tag, and any hazard that the simulation reports, is a bug of the
 //! allocator.
 
 use std::sync::Arc;
@@ -329,7 +329,7 @@ impl Run<'_> {
         self.machine.stream(device, self.rng.below(STREAMS)).synchronize().unwrap();
     }
 
-    /// Captures a graph on one or two streams that allocates and frees, while other streams go on.
+    /// Captures a graph on one or two streams that allocates and frees, while other streams continue.
     fn capture(&mut self) {
         if self.graphs.len() >= 3 {
             return;
@@ -385,7 +385,7 @@ impl Run<'_> {
         self.allocator.check();
     }
 
-    /// What is captured. Returns the blocks that are allocated at its end.
+    /// The body of a capture. Returns the blocks that are allocated at its end.
     fn body(&mut self, inputs: &[Held]) -> Vec<Held> {
         let mut left: Vec<Held> = Vec::new();
         for input in inputs {
@@ -423,7 +423,7 @@ impl Run<'_> {
         left
     }
 
-    /// One of the streams that capture.
+    /// One of the capturing streams.
     fn capturing_stream(&mut self) -> Stream {
         self.capturing[self.rng.below(self.capturing.len())].clone()
     }

@@ -17,7 +17,7 @@ enum DriverCall {
     Unmap { ptr: u64, bytes: u64 },
 }
 
-/// The calls of one step. The model takes out what it expects; nothing may be left.
+/// The calls of one step. The model removes the calls that it expects; none may be left.
 #[derive(Debug, Default)]
 pub struct DriverCalls(Vec<DriverCall>);
 

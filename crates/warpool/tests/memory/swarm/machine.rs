@@ -19,13 +19,13 @@ pub struct Machine {
     /// The streams of each device.
     pub streams: Vec<Vec<Stream>>,
     leases: Vec<StreamLease>,
-    /// Of each device.
+    /// The tags of each device.
     tags: Vec<Tags>,
     start: ObjectCounts,
 }
 
 impl Machine {
-    /// So many devices, with so many streams each; the rest is drawn from the seed.
+    /// `devices` devices with `streams` streams each; the rest is drawn from the seed.
     pub fn new(seed: u64, devices: u32, streams: usize) -> Self {
         let mut rng = Rng::new(seed ^ 0x5eed);
         let mut config =
@@ -48,12 +48,12 @@ impl Machine {
         Self { sim, instance, streams: all, leases, tags, start }
     }
 
-    /// Queues a write of a tag into a block.
+    /// Enqueues a write of a tag into a block.
     pub fn write_tag(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: &Stream) {
         self.tags[stream.device_id().0 as usize].write(ptr, bytes, tag, stream.id());
     }
 
-    /// Queues a check that a block still contains its tag.
+    /// Enqueues a check that a block still contains its tag.
     pub fn check_tag(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: &Stream) {
         self.tags[stream.device_id().0 as usize].check(ptr, bytes, tag, stream.id());
     }

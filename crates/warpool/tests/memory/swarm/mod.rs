@@ -4,10 +4,10 @@
 //! - `contents`: with work on the memory, on several streams, in captures and graphs: no block is overwritten by
 //!   another's owner, no hazard, no leak.
 //! - `threads`: several threads at once, with little memory.
-//! - `regressions`: what the above found, reduced.
+//! - `regressions`: bugs that these tests found, reduced.
 //!
-//! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, `WARPOOL_SWARM_COUNT=n` that many, from
-//! `WARPOOL_SWARM_FIRST` on.
+//! `WARPOOL_SWARM_SEED=n` runs the one program of that seed, `WARPOOL_SWARM_COUNT=n` runs `n` programs, starting with
+//! the seed `WARPOOL_SWARM_FIRST`.
 
 mod contents;
 mod driver_calls;

@@ -1,4 +1,4 @@
-//! What random programs found in the allocator, reduced.
+//! Bugs of the allocator that random programs found, reduced.
 
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ impl TwoDevices {
         self.sim.fill(block.ptr(), Pattern::U8(1), block.bytes(), stream.id()).unwrap();
     }
 
-    /// Captures what `body` does on a stream, with a pool of its own.
+    /// Captures the work of `body` on a stream, with its own pool.
     fn capture(&self, stream: &Stream, mode: CaptureMode, body: impl FnOnce()) -> (GraphExecId, MemPoolId) {
         let device = stream.device_id();
         let pool = self.allocator.create_graph_pool(device).unwrap();

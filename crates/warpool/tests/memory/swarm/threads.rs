@@ -1,5 +1,5 @@
 //! Threads on one allocator, each with streams of its own, blocks that are passed between threads, little memory, and
-//! trims at any time. The interleaving differs from run to run; what is asserted holds for all.
+//! trims at any time. The interleaving differs from run to run; the assertions hold for all.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -137,7 +137,7 @@ fn worker(
     pool.close().unwrap();
 }
 
-/// A graph with a pool of its own, captured, launched and destroyed, while the other threads go on.
+/// A graph with a pool of its own, captured, launched and destroyed, while the other threads continue.
 fn capture(rng: &mut Rng, machine: &Machine, allocator: &Arc<CachingAllocator>, counts: &Counts, stream: &Stream) {
     let sim = &machine.sim;
     let pool = allocator.create_graph_pool(DEVICE).unwrap();

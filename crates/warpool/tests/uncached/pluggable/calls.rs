@@ -273,7 +273,7 @@ fn destroyed_streams_and_streams_of_other_devices() {
         matches!(context.allocator.allocate_raw(request), Err(Error::Driver(_))),
         "a destroyed stream is not passed on"
     );
-    // The external allocator gets another stream, since its own is destroyed.
+    // The external allocator gets another stream, since the block's own stream is destroyed.
     context.allocator.free(block).unwrap();
     assert_eq!(context.stats().active.all.current, 0);
     context.clear_destroyed_stream_hazards();

@@ -11,7 +11,7 @@ fn the_memory_cap_limits_requests() {
     let first = context.allocate(4 * MIB, &own);
     let report = context.expect_oom(2 * MIB, &own);
     assert_eq!((report.cause, report.bytes_limit), (OomCause::Limit, Some(5 * MIB)));
-    // Pending blocks count, and are waited for.
+    // Pending blocks count, and the request waits for them.
     crate::common::keep_busy(&other);
     context.allocator.record_use(first, other.id()).unwrap();
     context.allocator.free(first).unwrap();

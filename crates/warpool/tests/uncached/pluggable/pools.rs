@@ -211,8 +211,8 @@ fn a_block_used_in_a_capture_is_freed_after_it() {
     for recorded in [false, true] {
         let context = TestContext::hooked();
         let (own, capturing) = (context.stream(), context.device().lease_stream().unwrap());
-        // Either the block's own stream captures, or another that uses it. The hook handles other streams, but not in a
-        // capture.
+        // Either the block's own stream is capturing, or another that uses it. The hook handles other streams, but not
+        // in a capture.
         let block = if recorded { context.allocate(MIB, &own) } else { context.allocate(MIB, &capturing) };
         let pools = context.shared();
         pools.pools().unwrap().capture_began(DEVICE).unwrap();

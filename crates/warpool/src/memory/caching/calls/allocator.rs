@@ -19,8 +19,8 @@ use crate::memory::{
 use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result};
 
-/// What a free found. As small as this, it stays in a register: the results of the hot path are never copied through
-/// memory, where a wide load of what narrow stores wrote would wait for them.
+/// The outcome of a free. It is small enough to stay in a register: results of the hot path are not copied through
+/// memory, where a wide load after narrow stores would stall.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Freed {
     /// No such block.
@@ -58,8 +58,8 @@ impl CachingDevice {
         freed
     }
 
-    /// The same where a history is recorded or trackers see the free: also if user code panics meanwhile. Not `cold`:
-    /// with a history on, this is the hot path.
+    /// As `free`, while a history is recorded or trackers are registered. It completes also if user code panics. Not
+    /// `cold`: with a history on, this is the hot path.
     #[inline(never)]
     fn free_recorded(&self, to_free: ToFree<'_>, fence: impl FnOnce(&Self, BlockKey, &EntryDetails)) -> Freed {
         let unwinds = OnUnwind::new(|| {
@@ -77,14 +77,14 @@ impl CachingDevice {
         freed
     }
 
-    /// Frees the block that starts at `ptr`, if one does.
+    /// Frees the block that starts at `ptr`, if there is one.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the hot path; see `Freed`")]
     fn free_at(&self, ptr: DevicePtr) -> Freed {
         self.free(ToFree::Address(ptr), Self::fence_pending)
     }
 
-    /// Fences a block whose free is pending. It is freed whatever happens: what fails is retried by the next call,
+    /// Fences a block whose free is pending. It counts as freed in any case: a failure is retried by the next call,
     /// which also returns an error that persists.
     #[cold]
     fn fence_pending(&self, block: BlockKey, details: &EntryDetails) {
@@ -95,7 +95,7 @@ impl CachingDevice {
     }
 }
 
-/// Frees a block, if there is one and no graph holds it. Returns it too.
+/// Frees a block, if there is one and no graph holds it. Also returns its key.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "the hot path; see `Freed`")]
 fn free_found(state: &mut DeviceState, to_free: ToFree<'_>, details: &EntryDetails) -> (Freed, BlockKey) {
@@ -132,7 +132,7 @@ impl CachingDevice {
                 PendingFrees::new(&slow, details).wait()?;
                 source::release_pool(&slow, pool, details)
             }
-            // In use, or removed already with all that it had.
+            // The pool is in use, or was already removed together with its memory.
             Ok(_) | Err(Error::UnknownPool { .. }) => Ok(0),
             Err(error) => Err(error),
         }
@@ -140,17 +140,17 @@ impl CachingDevice {
 }
 
 impl CachingAllocator {
-    /// Allocates a free block, if nothing else is to be done: for frameworks that call this on every allocation.
-    /// Returns its address. `None`, and nothing has changed, if it takes more:
-    /// [`allocate_raw`](DeviceAllocator::allocate_raw) does that.
-    // Not `inline`: in another crate a pair of the two took a tenth more instructions.
+    /// Allocates a cached block on the hot path alone, for frameworks that call this on every allocation. Returns its
+    /// address. `None`, without any change, if more is needed: call [`allocate_raw`](DeviceAllocator::allocate_raw)
+    /// then.
+    // Not `inline`: inlined into another crate, this and `free_cached` together took a tenth more instructions.
     #[must_use]
     pub fn allocate_cached(&self, request: &Request) -> Option<DevicePtr> {
         self.take_cached(request).map(|allocation| allocation.ptr)
     }
 
-    /// The hot path: a free block of the default pool, or of the pool that the request names, if nothing else is to be
-    /// done. `None` changes nothing.
+    /// The hot path: a free block of the default pool, or of the pool that the request names, if no other work is due.
+    /// `None` means that nothing changed.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the allocation through memory")]
     fn take_cached(&self, request: &Request) -> Option<Allocation> {
@@ -179,8 +179,8 @@ impl CachingAllocator {
         Some(allocation)
     }
 
-    /// Frees what starts at `ptr` on `device`. `false`, and nothing has changed, if there is no such block or a graph
-    /// holds it: [`free_on`](DeviceAllocator::free_on) tells.
+    /// Frees the block that starts at `ptr` on `device`. `false`, without any change, if there is no such block or a
+    /// graph holds it: [`free_on`](DeviceAllocator::free_on) returns the error.
     pub fn free_cached(&self, device: DeviceId, ptr: DevicePtr) -> bool {
         !self.instance().is_inherited()
             && self
@@ -189,7 +189,7 @@ impl CachingAllocator {
                 .is_some_and(|device| matches!(device.free_at(ptr), Freed::Completed | Freed::Pending))
     }
 
-    /// Allocates in any case: with driver calls, captures, private pools, a history. Not `cold`, as above.
+    /// The general path of an allocation: driver calls, captures, private pools, history. Not `cold`, as above.
     #[inline(never)]
     fn allocate_general(&self, request: &Request) -> Result<Allocation> {
         let Request { device, stream, bytes, pool } = *request;
@@ -275,7 +275,7 @@ unsafe impl DeviceAllocator for CachingAllocator {
         if ptr.is_null() || self.instance().is_inherited() {
             return Ok(());
         }
-        // Where a history is recorded, the device is found first: what the entries say is collected once.
+        // While a history is recorded, the device is found first, so that the entry details are collected only once.
         let may_have = |device: &CachingDevice| {
             !device.collects_details() || device.read(|state| state.heap().allocated_at(ptr).is_some())
         };

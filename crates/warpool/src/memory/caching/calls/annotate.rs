@@ -8,7 +8,7 @@ use crate::memory::{StackLevel, with_metadata};
 
 impl CachingAllocator {
     /// Writes `text` into the history, with the allocated block that starts at `ptr`.
-    /// [`Error::UnknownPointer`](crate::Error::UnknownPointer) if none does.
+    /// [`Error::UnknownPointer`](crate::Error::UnknownPointer) if there is none.
     pub fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
         let (device, _) = self.locate(ptr)?;
         // An entry carries the metadata of the thread.

@@ -15,16 +15,16 @@ use crate::memory::{MemPoolId, StackLevel};
 use crate::{Error, Result};
 
 impl CachingAllocator {
-    /// Records the allocated blocks of a pool. Fails if one of its blocks waits for streams, or if the pool is
+    /// Records the allocated blocks of a pool. Fails if the free of one of its blocks is pending, or if the pool is
     /// released.
     pub fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> Result<PoolCheckpoint> {
         self.device_without_pending(device)?.read(|state| state.checkpoint(self.key, pool))
     }
 
-    /// Frees what is allocated in the pool, and allocates again what the checkpoint recorded. Fails, and changes
-    /// nothing, if some of that memory was released since. Blocks from before free nothing any more when they are
-    /// dropped. Memory that other streams use waits for them, as after any free; a restored block's own stream waits
-    /// for those that use its memory, which must not capture.
+    /// Frees all allocated blocks of the pool, and allocates the recorded blocks again. Fails without any change if
+    /// some of that memory was released since. Owners of blocks from before the call free nothing when they are
+    /// dropped. Memory that other streams use waits for them, as after any free. The stream of a restored block waits
+    /// for the streams that use its memory; these must not be capturing.
     pub fn restore(&self, checkpoint: &PoolCheckpoint) -> Result<Restored> {
         checkpoint.expect_of(self.key)?;
         let device = self.device_without_pending(checkpoint.device())?;
@@ -43,7 +43,7 @@ impl CachingAllocator {
                     allocated.iter().for_each(|allocation| state.abandon(allocation, &details));
                 },
             )?;
-            // Another thread may have recorded a use meanwhile.
+            // `None` if another thread has recorded a use meanwhile.
             if let Some(restored) = restored {
                 break restored;
             }
@@ -54,10 +54,10 @@ impl CachingAllocator {
         Ok(restored)
     }
 
-    /// Makes the stream of a block to be restored wait for one that uses its memory.
+    /// Makes the stream of a block to be restored wait for a stream that uses its memory.
     fn order_streams(&self, pool: MemPoolId, order: &StreamOrder) -> Result<()> {
         let is_ordered = if order.in_capture {
-            // What was captured was joined when the capture ended.
+            // Uses in a capture were joined when the capture ended.
             let refuses = |stream| Result::Ok(CaptureStatus::of(self.driver(), stream)?.refuses_work());
             !refuses(order.user)? && !refuses(order.own)?
         } else {

@@ -1,7 +1,7 @@
-//! Requests while caching is off, and frees of what they got: each is a driver call.
+//! Requests while caching is off, and the frees of their blocks: each is a driver call.
 //!
-//! A stream that captures is served by the cache all the same: its memory comes from the graph's pool, which keeps it
-//! for the replays. What is freed in a capture that used it stays until the graph is gone (`bypass.rs`).
+//! A capturing stream is still served from the cache: its memory comes from the graph's pool, which keeps it for the
+//! replays. A block that is freed in a capture that used it stays allocated until the graph is gone (`bypass.rs`).
 
 use warpool_driver::{DevicePtr, ErrorCode, MemoryInfo, StreamId};
 
@@ -19,7 +19,7 @@ impl CachingAllocator {
     /// Allocates from the driver.
     pub(super) fn allocate_direct(&self, device: &CachingDevice, request: Request) -> Result<Allocation> {
         let Request { stream, bytes, .. } = request;
-        // What fails is retried; it must not fail this request.
+        // Failures are retried later; they must not fail this request.
         let _ = self.free_direct_pending(PENDING_PER_CALL);
         let allocated = device.capture_safe().map(|_safe| self.driver().mem_alloc(device.id, bytes))?;
         let ptr = match allocated {
@@ -31,7 +31,7 @@ impl CachingAllocator {
         Ok(Allocation { ptr, bytes, bytes_requested: bytes, device: device.id, stream, slot: 0, generation: 0 })
     }
 
-    /// Counts a failed request, calls the observers, and makes the error.
+    /// Counts a failed request, calls the observers, and builds the error.
     fn out_of_memory(&self, device: &CachingDevice, request: &Request) -> Error {
         // A failure of this call must not hide the error.
         let unknown = MemoryInfo { bytes_free: 0, bytes_total: device.bytes_total };
@@ -47,8 +47,8 @@ impl CachingAllocator {
         Error::OutOfMemory(Box::new(report))
     }
 
-    /// Frees what starts at `ptr`, if it came from the driver directly. Returns whether it did. A free that fails is
-    /// retried by later calls.
+    /// Frees the block that starts at `ptr`, if it was allocated directly from the driver. Returns whether it was. A
+    /// free that fails is retried by later calls.
     pub(super) fn free_direct(&self, ptr: DevicePtr) -> Result<bool> {
         let Some(block) = self.bypass.remove(ptr)? else { return Ok(false) };
         let unwinds = OnUnwind::new(|| self.bypass.free_later(ptr));
@@ -66,8 +66,8 @@ impl CachingAllocator {
         Ok(true)
     }
 
-    /// The same for destructors, without a driver call. Whether its stream captures is not known then: while captures
-    /// are under way, the block is kept for all of them.
+    /// As `free_direct`, for destructors: makes no driver call. The capture status of its stream is unknown then, so
+    /// the block is kept for all active captures.
     pub(super) fn free_direct_later(&self, ptr: DevicePtr) {
         let Ok(Some(block)) = self.bypass.remove(ptr) else { return };
         let Ok(device) = self.device(block.device) else { return };
@@ -87,8 +87,9 @@ impl CachingAllocator {
         }
     }
 
-    /// Records that `stream` uses a block that came from the driver directly. Returns whether there is one. Only
-    /// captures and streams of other devices matter: the driver's free waits for all work of the block's own device.
+    /// Records that `stream` uses a block that was allocated directly from the driver. Returns whether there is one.
+    /// Only captures and streams of other devices are recorded: the driver's free waits for all work of the block's own
+    /// device.
     pub(super) fn record_direct_use(&self, ptr: DevicePtr, stream: StreamId) -> Result<bool> {
         let Some(block) = self.bypass.get(ptr) else { return Ok(false) };
         let device = self.device(block.device)?;
@@ -120,7 +121,7 @@ impl CachingAllocator {
         Ok(true)
     }
 
-    /// Returns freed blocks to the driver, until so many calls have failed. Returns the first error.
+    /// Returns freed blocks to the driver, until `failures_max` calls have failed. Returns the first error.
     pub(super) fn free_direct_pending(&self, failures_max: usize) -> Result<()> {
         let (mut failures, mut outcome) = (0, Ok(()));
         for _ in 0..self.bypass.to_free() {
@@ -144,7 +145,7 @@ impl CachingAllocator {
         outcome
     }
 
-    /// Before a trim: what captures without a pool freed is freed with the rest, if no capture is under way.
+    /// Before a trim: blocks freed in captures without a pool are freed with the rest, if no capture is active.
     pub(super) fn trim_direct(&self, device: &CachingDevice) -> Result<()> {
         if !device.has_captures() {
             self.bypass.free_kept_for_trim();
@@ -152,14 +153,15 @@ impl CachingAllocator {
         self.free_direct_pending(usize::MAX)
     }
 
-    /// Pools may have been released: what they kept for graphs is freed by a later call.
+    /// Called when a pool may have been released: the blocks that it kept for graphs are freed by a later call.
     pub(super) fn pool_was_released(&self, device: &CachingDevice, pool: MemPoolId) {
         if self.bypass.has_keeper((device.id, pool)) && !is_in_use(device, pool) {
             self.bypass.keeper_released((device.id, pool));
         }
     }
 
-    /// The pools of captures that use a block; `None` if none does, and an empty list if they have no pools.
+    /// The pools of captures that use a block; `None` if no capture uses it, an empty list if the captures have no
+    /// pools.
     fn keepers(&self, block: &DirectBlock) -> Result<Option<Vec<Keeper>>> {
         let device = self.device(block.device)?;
         let mut pools = block.captured_for.clone();

@@ -7,9 +7,9 @@ use crate::memory::MappedPart;
 use crate::memory::caching::CachingAllocator;
 
 impl CachingAllocator {
-    /// The chunks of an expandable segment that the block at `ptr` is in, in the order of their addresses; the first
-    /// may begin before it, and the last end behind it. They stay mapped as long as the block is allocated. Empty if
-    /// its segment is one allocation.
+    /// The chunks of an expandable segment that the block at `ptr` is in, by address. The first may begin before the
+    /// block, and the last may end after it. They stay mapped as long as the block is allocated. Empty if its segment
+    /// is not expandable.
     pub fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
         self.shared.instance().expect_own_process("mapped_parts")?;
         let (device, block) = self.locate(ptr)?;

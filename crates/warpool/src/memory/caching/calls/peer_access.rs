@@ -6,8 +6,8 @@ use crate::Result;
 use crate::memory::caching::CachingAllocator;
 
 impl CachingAllocator {
-    /// Lets kernels on `device` access what this allocator has on `owner`, now and later. A second call changes
-    /// nothing.
+    /// Lets kernels on `device` access the memory of this allocator on `owner`, present and future. A second call
+    /// changes nothing.
     pub fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
         self.device(device)?;
         let owner_device = self.device(owner)?;
@@ -18,10 +18,10 @@ impl CachingAllocator {
             Err(error) if error.code != ErrorCode::PeerAccessAlreadyEnabled => return Err(error.into()),
             _ => {}
         }
-        // That covers plain memory; mapped memory has access rights of its own.
+        // That covers driver allocations; mapped memory has access rights of its own.
         let slow = owner_device.lock_slow();
         if slow.peers().contains(&device) {
-            // Another thread did it meanwhile.
+            // Another thread has enabled it meanwhile.
             return Ok(());
         }
         for (ptr, bytes) in slow.read(|state| state.heap().mapped_ranges()) {

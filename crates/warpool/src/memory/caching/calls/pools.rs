@@ -9,9 +9,9 @@ use crate::memory::{MemPoolId, PoolOptions, PoolSleep, PoolUser, PrivatePools, R
 use crate::unwind::drop_user_value;
 
 impl CachingAllocator {
-    /// As [`record_pool_uses`](PrivatePools::record_pool_uses), of work on streams that are not known: replays that a
-    /// framework makes by itself. Before the pool's memory returns to the driver, all work of the device is waited for;
-    /// while a capture is active it does not return.
+    /// As [`record_pool_uses`](PrivatePools::record_pool_uses), for work on unknown streams, such as replays that a
+    /// framework launches itself. The pool's memory is returned to the driver only after all work of the device is
+    /// done, and not while a capture is active.
     pub fn record_pool_use_anywhere(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
         self.device(device)?.change(|state| state.pools_mut().record_use_anywhere(pool))
     }

@@ -19,7 +19,7 @@ impl PoolSleep for CachingAllocator {
         if let Ok(caching_device) = self.device(device)
             && caching_device.scopes.close(scope)
         {
-            // It fails only for an unknown pool, and the scope was one of its uses.
+            // This fails only for an unknown pool, and the scope was one of its uses.
             let _ = self.release_pool_as(device, pool, PoolUser::HANDLE);
         }
     }

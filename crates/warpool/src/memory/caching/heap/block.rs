@@ -18,7 +18,7 @@ pub(crate) enum BlockStatus {
     Deferred,
     /// Addresses without memory, in the list of its stream and block pool.
     Unmapped,
-    /// In no list: one thread works on it, possibly with a driver call under way. It is not merged with neighbours.
+    /// In no list: one thread works on it, possibly during a driver call. It is not merged with neighbours.
     InTransit,
 }
 
@@ -40,11 +40,11 @@ pub(crate) struct Block {
     pub(super) kind: SegmentKind,
     /// How many searches its block pool had counted when it became free.
     pub(super) freed_at_search: u64,
-    /// What few blocks have.
+    /// Data that few blocks have.
     pub(super) extra: Option<Box<Extra>>,
 }
 
-/// What few blocks have.
+/// Data that few blocks have.
 #[derive(Debug, Default)]
 pub(crate) struct Extra {
     /// Other streams that used it, and the fences that it waits for once it is freed.
@@ -53,7 +53,7 @@ pub(crate) struct Extra {
     pub(crate) uses_in_capture: Vec<StreamId>,
     /// The call stack of the allocation.
     pub(crate) stack: Option<Stack>,
-    /// How many graphs hold it: it is not freed meanwhile.
+    /// How many graphs hold it. It cannot be freed while one does.
     pub(crate) holds: u32,
     /// Whether its pool has lent it to a request of the default pool.
     pub(crate) lent: bool,
@@ -133,7 +133,7 @@ impl Block {
         self.kind
     }
 
-    /// Tells its allocations from each other.
+    /// Distinguishes the allocations of this block.
     #[inline]
     pub(crate) fn generation(&self) -> u32 {
         self.generation
@@ -145,7 +145,7 @@ impl Block {
         self.prev.is_some() || self.next.is_some()
     }
 
-    /// Whether it is free and all of a segment that is not expandable.
+    /// Whether it is free and covers a whole segment that is not expandable.
     pub(crate) fn is_free_segment(&self) -> bool {
         self.status == BlockStatus::Free && !self.expandable && !self.is_split()
     }
@@ -154,7 +154,7 @@ impl Block {
         self.extra.as_ref().and_then(|extra| extra.stack.as_ref())
     }
 
-    /// Whether it has what few blocks have.
+    /// Whether it has an [`Extra`].
     #[inline]
     pub(crate) fn has_extra(&self) -> bool {
         self.extra.is_some()
@@ -166,7 +166,7 @@ impl Block {
         self.extra.as_ref().is_some_and(|extra| extra.holds > 0 && !crate::defect::Defect::HoldsIgnored.is_on())
     }
 
-    /// Whether it serves a request of the default pool, which its own pool lent it to.
+    /// Whether its own pool has lent it to a request of the default pool.
     pub(crate) fn is_lent(&self) -> bool {
         self.extra.as_ref().is_some_and(|extra| extra.lent)
     }

@@ -16,7 +16,7 @@ pub(crate) struct BlockPool {
     pub(super) has_upstream: bool,
     pub(super) no_split: bool,
     pub(super) streams: PoolStreams,
-    /// How often it was searched; counted only where segments are garbage collected by age.
+    /// How often it was searched; counted only if garbage collection of old segments is enabled.
     pub(super) searches: u64,
 }
 
@@ -55,7 +55,7 @@ impl BlockPool {
 #[derive(Default)]
 pub(super) struct PoolStreams {
     all: BTreeMap<StreamId, StreamBlocksKey>,
-    /// If there is exactly one, as in most programs.
+    /// The only stream, if there is exactly one, as in most programs.
     only: Option<(StreamId, StreamBlocksKey)>,
 }
 

@@ -1,4 +1,4 @@
-//! The invariants of the heap, and what the statistics must be by them.
+//! The invariants of the heap, and the totals that the statistics must match.
 
 use std::collections::BTreeMap;
 
@@ -18,7 +18,7 @@ pub(crate) struct HeapTotals {
     pub(crate) deferred: usize,
 }
 
-/// The part of one kind of segment.
+/// The totals of one kind of segment.
 #[derive(Default)]
 pub(crate) struct KindTotals {
     pub(crate) allocation: u64,
@@ -45,10 +45,10 @@ impl Heap {
         (blocks as u64, segments.count() as u64)
     }
 
-    /// Checks every invariant, while no other thread is at work.
+    /// Checks every invariant. No other thread may use the allocator meanwhile.
     ///
     /// # Panics
-    /// If one does not hold.
+    /// If an invariant does not hold.
     pub(crate) fn check(&self, rules: &SizeRules) -> HeapTotals {
         let mut totals = HeapTotals::default();
         (totals.oversize_allocations, totals.oversize_segments) = self.count_oversize(rules);

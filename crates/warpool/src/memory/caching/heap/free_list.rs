@@ -1,16 +1,16 @@
 //! Free blocks, ordered by size.
 //!
-//! A sorted list in runs: with the few dozen blocks that most lists have, a search and a shift within one run; with
-//! thousands, one more search over the runs. Changing the key of an entry, which every split and every merge does,
-//! mostly stays within its run.
+//! A sorted list, divided into runs. Most lists have a few dozen blocks: an operation is a search and a shift within
+//! one run. With thousands of blocks, a search over the runs comes first. Every split and every merge changes the key
+//! of an entry, which usually stays in its run.
 
 use super::key::BlockKey;
 
-/// A run of this length is divided in two.
+/// A run that reaches this length is divided in two.
 const RUN_MAX: usize = 64;
 
-/// The order of free blocks: by size, then by the registration of the segment (0 where the order is by address), then
-/// by address.
+/// The order of free blocks: by size, then by the registration of the segment (0 if the order is by address), then by
+/// address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct FreeKey {
     pub(super) size: u64,
@@ -36,9 +36,9 @@ pub(super) struct FreeEntry {
 /// The free blocks of one stream in one block pool.
 #[derive(Debug, Default)]
 pub(super) struct FreeList {
-    /// In order, none of them empty.
+    /// In order. None is empty, unless it is the only one.
     runs: Vec<Vec<(FreeKey, BlockKey)>>,
-    /// Where an entry got a smaller key last: what was split off a block is often freed next.
+    /// The position of the entry whose key was lowered last: the block that was split off there is often freed next.
     lowered: Position,
 }
 
@@ -127,7 +127,7 @@ impl FreeList {
         }
     }
 
-    /// The same for an entry that is before others then.
+    /// As [`lower_at`](Self::lower_at), if the entry has to move before others.
     fn move_down(&mut self, position: Position, key: FreeKey) {
         let entries = &mut self.runs[position.run];
         let block = entries[position.at].1;
@@ -162,7 +162,7 @@ impl FreeList {
         }
     }
 
-    /// The same for an entry that is behind others then.
+    /// As [`raise`](Self::raise), if the entry has to move after others.
     fn move_up(&mut self, position: Position, after: FreeKey, block: BlockKey) {
         let Position { run, at } = position;
         let is_last_run = run + 1 == self.runs.len();
@@ -208,7 +208,7 @@ impl FreeList {
         std::mem::take(&mut self.runs).into_iter().flatten().map(|(_, block)| block).collect()
     }
 
-    /// The position of the first entry that is not before `key`. Without one, the run is the one after the last.
+    /// The position of the first entry that is not before `key`. If there is none, `run` is the number of runs.
     fn position(&self, key: FreeKey) -> Position {
         self.position_where(|entry| *entry < key)
     }

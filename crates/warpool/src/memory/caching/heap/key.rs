@@ -1,4 +1,4 @@
-//! The keys of what is in the heap. None is ever reused.
+//! The keys of the objects in the heap. A key is never reused.
 
 use slotmap::new_key_type;
 

@@ -11,9 +11,9 @@ use crate::memory::MappedPart;
 
 /// Where the memory for a request is to be mapped.
 pub(crate) struct Room {
-    /// What is mapped of it, in transit.
+    /// The mapped block at its start, in transit.
     pub(crate) mapped: Option<BlockKey>,
-    /// The unmapped block behind.
+    /// The unmapped block after it.
     pub(crate) unmapped: Option<BlockKey>,
 }
 
@@ -26,8 +26,8 @@ pub(crate) struct Unmapped {
 }
 
 impl Heap {
-    /// The lowest addresses with room for a request, part of them mapped and free, part of them unmapped. A free block
-    /// at their start is taken out of its free list.
+    /// The lowest address range with room for a request, made of free and unmapped blocks. A free block at its start is
+    /// taken out of its free list.
     pub(crate) fn take_room(&mut self, request: &BlockRequest) -> Option<Room> {
         let stream_blocks = self.block_pools[request.block_pool].of_stream(request.stream)?;
         let start = self.find_room(stream_blocks, request.size)?;
@@ -63,8 +63,8 @@ impl Heap {
         Some(Unmapped { block, ptr, bytes: bytes.min(size).next_multiple_of(chunk), chunk })
     }
 
-    /// Chunks were mapped at the start of `unmapped`, a block in transit. It keeps what is mapped, merged with free
-    /// neighbours and with `grown`, the block in transit before it; the rest is unmapped again.
+    /// Chunks were mapped at the start of `unmapped`, a block in transit. It keeps the mapped part, merged with free
+    /// neighbours and with `grown`, the block in transit before it; the rest becomes an unmapped block.
     pub(crate) fn set_mapped(
         &mut self,
         unmapped: BlockKey,
@@ -100,8 +100,8 @@ impl Heap {
         self.stream_blocks[stream_blocks].unmapped.insert(ptr, block);
     }
 
-    /// Takes a free block with whole chunks inside out of its free list, to unmap these. `None` if it has none, or is
-    /// not free any more.
+    /// Takes a free block that contains whole chunks out of its free list, to unmap the chunks. `None` if it has none,
+    /// or is not free any more.
     pub(crate) fn take_chunks(&mut self, block: BlockKey) -> Option<Chunks> {
         let entry = self.blocks.get(block).filter(|entry| entry.status == BlockStatus::Free && entry.expandable)?;
         let (start, end) = (entry.ptr, entry.end());
@@ -110,7 +110,7 @@ impl Heap {
         Some(chunks)
     }
 
-    /// Chunks of `block`, which is in transit, were unmapped; what lies before and behind them in it is free.
+    /// Chunks of `block`, which is in transit, were unmapped; the parts of the block before and after them become free.
     pub(crate) fn set_unmapped(&mut self, block: BlockKey, ptr: u64, bytes: u64) {
         self.expandable_mut(block).remove_mapped(ptr, bytes);
         let before = ptr - self.blocks[block].ptr;
@@ -146,7 +146,7 @@ impl Heap {
         Some((first, ptr, bytes))
     }
 
-    /// What is mapped of all expandable segments.
+    /// The mapped ranges of all expandable segments.
     pub(crate) fn mapped_ranges(&self) -> Vec<(DevicePtr, u64)> {
         let expandable = self.segments.values().filter_map(|segment| match &segment.source {
             SegmentSource::Expandable(expandable) => Some(expandable.mapped_ranges()),
@@ -155,7 +155,7 @@ impl Heap {
         expandable.flatten().collect()
     }
 
-    /// The chunks that a block of an expandable segment is in; none of another.
+    /// The chunks that a block lies in; empty if its segment is not expandable.
     pub(crate) fn mapped_parts(&self, block: BlockKey) -> Vec<MappedPart> {
         let entry = &self.blocks[block];
         match &self.segments[entry.segment].source {

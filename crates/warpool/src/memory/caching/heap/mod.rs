@@ -59,9 +59,9 @@ pub(super) struct BlockRequest {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Taken {
     pub(super) block: BlockKey,
-    /// Whether the block was one of several of its segment before.
+    /// Whether its segment already had other blocks before.
     pub(super) was_split: bool,
-    /// The size of the free block that was split off behind it.
+    /// The size of the free block that was split off after it.
     pub(super) rest: Option<u64>,
 }
 
@@ -80,7 +80,7 @@ pub(super) struct Heap {
     block_pools: SlotMap<BlockPoolKey, BlockPool>,
     /// Allocated blocks by address.
     allocated: FxHashMap<u64, BlockKey>,
-    /// Among free blocks of one size.
+    /// The order of free blocks of one size.
     free_block_order: FreeBlockOrder,
     next_registration: u64,
     /// Start and length of every segment.
@@ -147,7 +147,7 @@ impl Heap {
         self.block_pools.len()
     }
 
-    /// Blocks of that block pool may be split from here on.
+    /// Allows blocks of that block pool to be split from now on.
     pub(super) fn allow_splits(&mut self, key: BlockPoolKey) {
         self.block_pools[key].no_split = false;
     }
@@ -248,10 +248,10 @@ impl Heap {
         segment.source
     }
 
-    /// Fails if no segment of `bytes` bytes can be at `ptr`, which an upstream returned.
+    /// Validates the address that an upstream returned: fails if no segment of `bytes` bytes can be at `ptr`.
     pub(super) fn check_untrusted(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
         let end = ptr.0.checked_add(bytes).filter(|_| !ptr.is_null()).ok_or(Error::ExternalAddress { ptr, bytes })?;
-        // Of all segments that start before its end, only the last can reach into it.
+        // Among the segments that start before its end, only the last can overlap it.
         match self.ranges.range(..end).next_back() {
             Some((&start, &length)) if start + length > ptr.0 => {
                 Err(Error::ExternalOverlap { ptr, bytes, live: DevicePtr(start), live_bytes: length })
@@ -350,7 +350,7 @@ impl Heap {
         self.allocated.get(&ptr.0).copied()
     }
 
-    /// The block of an allocation, if it is that allocation still.
+    /// The block of an allocation, if that allocation still exists.
     #[inline]
     pub(super) fn allocated(&self, allocation: &Allocation) -> Option<BlockKey> {
         let key = BlockKey::from(KeyData::from_ffi(allocation.slot));
@@ -361,7 +361,7 @@ impl Heap {
         (block.status == BlockStatus::Allocated && is_same).then_some(key)
     }
 
-    /// A number for a block, for [`allocated`](Self::allocated).
+    /// The number of a block, for [`allocated`](Self::allocated).
     #[inline]
     pub(super) fn slot(key: BlockKey) -> u64 {
         key.data().as_ffi()
@@ -402,13 +402,13 @@ impl Heap {
         Some(Taken { block, was_split, rest: Some(rest) })
     }
 
-    /// The best fit where the smallest free block that fits is one of an expandable segment.
+    /// The best fit if the smallest free block that fits belongs to an expandable segment.
     fn best_fit_of_expandable(&self, stream_blocks: StreamBlocksKey, request: &BlockRequest) -> Option<FreeEntry> {
         let mut candidates = self.stream_blocks[stream_blocks].free.at_least(request.size);
         if !request.expandable {
             return candidates.find(|candidate| !self.blocks[candidate.block].expandable);
         }
-        // A free block before unmapped addresses counts with these: blocks that cannot grow are used first.
+        // The size of a free block includes unmapped addresses after it, so blocks that cannot grow are used first.
         let mut found = candidates.next()?;
         for next in candidates {
             if !self.blocks[found.block].expandable
@@ -421,7 +421,7 @@ impl Heap {
         Some(found)
     }
 
-    /// The size of a block and of the unmapped block behind it.
+    /// The size of a block and of the unmapped block after it.
     fn size_with_unmapped(&self, key: BlockKey) -> u64 {
         let block = &self.blocks[key];
         let behind = block.next.map(|next| &self.blocks[next]).filter(|next| next.status == BlockStatus::Unmapped);
@@ -456,7 +456,7 @@ impl Heap {
     }
 
     /// Splits the first `size` bytes off a block in transit and makes them free; the block keeps the rest. Returns
-    /// whether the block was one of several of its segment before.
+    /// whether its segment already had other blocks before.
     pub(super) fn free_front(&mut self, block: BlockKey, size: u64) -> bool {
         let was_split = self.blocks[block].is_split();
         let front = self.split_front(block, size);
@@ -503,7 +503,7 @@ impl Heap {
         (Merged { blocks: 1, bytes }, block)
     }
 
-    /// A block in transit is allocated from here on.
+    /// Makes a block in transit an allocated one.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn set_allocated(&mut self, key: BlockKey, requested: u64, stack: Option<&Stack>) -> &Block {
@@ -518,12 +518,12 @@ impl Heap {
         block
     }
 
-    /// An allocated block was allocated so often.
+    /// Sets the generation of an allocated block.
     pub(super) fn set_generation(&mut self, key: BlockKey, generation: u32) {
         self.blocks[key].generation = generation;
     }
 
-    /// An allocated block is freed: its free is pending from here on.
+    /// Marks an allocated block as pending free.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn set_pending_free(&mut self, key: BlockKey) -> &Block {
@@ -561,12 +561,12 @@ impl Heap {
         (uses.unfenced().to_vec(), mem::take(&mut extra.uses_in_capture))
     }
 
-    /// A graph holds a block, or no longer does.
+    /// The number of graphs that hold a block.
     pub(super) fn holds_mut(&mut self, key: BlockKey) -> &mut u32 {
         &mut self.blocks[key].extra.get_or_insert_default().holds
     }
 
-    /// An allocated block serves a request of the default pool. Its free clears that.
+    /// Marks an allocated block as lent to a request of the default pool. Its free clears the flag.
     pub(super) fn set_lent(&mut self, key: BlockKey) {
         self.blocks[key].extra.get_or_insert_default().lent = true;
     }
@@ -581,8 +581,8 @@ impl Heap {
         &mut self.blocks[key].extra.get_or_insert_default().uses_in_capture
     }
 
-    /// Splits the first `size` bytes off a block, as a new block in transit; the old one keeps the rest, and its entry
-    /// in a list, if it has one, is the caller's to change.
+    /// Splits the first `size` bytes off a block, as a new block in transit; the old one keeps the rest. If the old one
+    /// is in a list, the caller updates its entry.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     fn split_front(&mut self, from: BlockKey, size: u64) -> BlockKey {

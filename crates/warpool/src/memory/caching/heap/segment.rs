@@ -1,4 +1,4 @@
-//! Segments: memory that came from the driver or an upstream at once, or addresses that were reserved at once.
+//! Segments: one allocation of the driver or an upstream each, or one range of reserved addresses.
 
 use std::sync::Arc;
 
@@ -7,12 +7,12 @@ use warpool_driver::{DevicePtr, PhysicalId};
 use super::key::{BlockKey, StreamBlocksKey};
 use crate::memory::{MappedPart, Stack, Upstream};
 
-/// A segment. It belongs to one stream and one block pool for life, and its blocks with it.
+/// A segment. It and its blocks belong to one stream and one block pool for their whole life.
 pub(crate) struct Segment {
     pub(super) stream_blocks: StreamBlocksKey,
     /// Its lowest block.
     pub(super) first: BlockKey,
-    /// Its place in the order in which segments were added.
+    /// A sequence number, in the order in which segments were added.
     pub(super) registration: u64,
     pub(super) source: SegmentSource,
     /// The call stack of the request that it was allocated for.
@@ -69,7 +69,7 @@ impl ExpandableSegment {
         self.handles.iter().flatten().count() as u64 * self.chunk
     }
 
-    /// Mapped ranges without holes.
+    /// The contiguous mapped ranges.
     pub(crate) fn mapped_ranges(&self) -> Vec<(DevicePtr, u64)> {
         let mut ranges: Vec<(DevicePtr, u64)> = Vec::new();
         for (at, handle) in self.handles.iter().enumerate() {
@@ -83,7 +83,7 @@ impl ExpandableSegment {
         ranges
     }
 
-    /// Records chunks that were mapped from `ptr` on. Returns their bytes.
+    /// Records chunks that were mapped at `ptr`. Returns their bytes.
     pub(super) fn add_mapped(&mut self, ptr: u64, handles: &[PhysicalId]) -> u64 {
         let first = self.chunk_at(ptr);
         let end = first + handles.len();
@@ -115,7 +115,7 @@ impl ExpandableSegment {
         Some(Chunks { ptr, bytes, handles })
     }
 
-    /// The chunks that contain the addresses between two, as far as they are mapped.
+    /// The mapped chunks that overlap the addresses from `start` to `end`.
     pub(super) fn parts(&self, start: u64, end: u64) -> Vec<MappedPart> {
         let chunks = self.chunk_at(start)..=self.chunk_at(end - 1);
         let part = |at: usize| {

@@ -1,7 +1,7 @@
 //! Expandable segments: one range of reserved addresses per stream and kind, with memory mapped chunk by chunk.
 //!
-//! Growing prefers the lowest hole; shrinking unmaps the whole chunks of free blocks. Blocks that a driver call works
-//! on are in transit: neighbours that become free meanwhile are merged at the end.
+//! Memory is mapped into the lowest hole first; releasing unmaps whole chunks of free blocks. A block is in transit
+//! during its driver call, and is merged with neighbours that became free meanwhile when the call ends.
 
 use std::collections::VecDeque;
 
@@ -45,7 +45,7 @@ pub(super) fn allocate(
         }
         let unmapped = slow.change(|state| next.and_then(|next| state.take_unmapped(next, request.size - size)));
         let Some(unmapped) = unmapped else {
-            // What was free behind is allocated by now.
+            // Another thread has allocated the free memory after it meanwhile.
             drop(grown);
             return allocate(slow, request, details);
         };
@@ -72,7 +72,7 @@ pub(super) fn allocate(
     }
 }
 
-/// A mapped block in transit, while memory is mapped behind it. Dropped, it is free.
+/// A mapped block in transit while memory is mapped after it. Dropping it makes the block free.
 struct Mapped<'a> {
     device: &'a CachingDevice,
     block: Option<BlockKey>,
@@ -86,7 +86,7 @@ impl Drop for Mapped<'_> {
     }
 }
 
-/// Reserves addresses for a new segment, all unmapped. Returns `false` if they would not suffice.
+/// Reserves addresses for a new segment, all unmapped. Returns `false` if they would be too few.
 fn reserve(slow: &SlowGuard<'_>, request: &BlockRequest, details: &EntryDetails) -> Result<bool> {
     let chunk = slow.read(|state| state.policy().sizes.chunk(request.kind)).next_multiple_of(slow.granularity);
     let bytes = bytes_to_reserve(slow, request.stream).max(1).checked_next_multiple_of(chunk);
@@ -101,8 +101,8 @@ fn reserve(slow: &SlowGuard<'_>, request: &BlockRequest, details: &EntryDetails)
     Ok(true)
 }
 
-/// How many bytes of addresses a segment of that stream reserves: by its class, by the setting, or 9/8 of the device,
-/// so that what is unmapped in the middle can be mapped again at the end.
+/// How many bytes of addresses a segment of that stream reserves: from its class, from the setting, or 9/8 of the
+/// device's memory, so that memory unmapped in the middle can be mapped again at the end.
 fn bytes_to_reserve(slow: &SlowGuard<'_>, stream: StreamId) -> u64 {
     let all = slow.bytes_total.saturating_add(slow.bytes_total / 8);
     let settings = slow.shared().settings();
@@ -124,7 +124,7 @@ fn bytes_to_reserve(slow: &SlowGuard<'_>, stream: StreamId) -> u64 {
     }
 }
 
-/// Chunks that are being mapped. Dropped, what was done of it is left to be undone by a later call.
+/// Chunks that are being mapped. If it is dropped early, a later call undoes the partial mapping.
 struct Mapping<'a> {
     device: &'a CachingDevice,
     ptr: u64,
@@ -168,7 +168,7 @@ fn map(slow: &SlowGuard<'_>, unmapped: &Unmapped) -> Result<OrOom<Vec<PhysicalId
     if mapping.mapped > 0 {
         match slow.driver().vm_unmap(DevicePtr(ptr), mapping.mapped) {
             Ok(()) => mapping.mapped = 0,
-            // Until that works the addresses cannot be mapped again, and the segment cannot be removed.
+            // Until a retry succeeds, the addresses cannot be mapped again and the segment cannot be removed.
             Err(error) => tracing::warn!(%error, "a mapping could not be undone; it is retried"),
         }
     }
@@ -185,8 +185,8 @@ fn access(slow: &SlowGuard<'_>) -> Vec<DeviceAccess> {
     devices.map(|device| DeviceAccess { device, access: Access::ReadWrite }).collect()
 }
 
-/// Releases the whole chunks inside a free block, if it still is one, once the work of its stream is done: unmapping
-/// does not wait for it. Nothing while a capture forbids to wait.
+/// Releases the whole chunks inside a block, if it is still free. Waits for the work of its stream first, because
+/// unmapping does not. Does nothing while a capture forbids waiting.
 pub(super) fn release_chunks(slow: &SlowGuard<'_>, block: BlockKey, details: &EntryDetails) -> Result<u64> {
     let Some((chunks, stream)) = slow.change(|state| state.take_chunks(block)) else { return Ok(0) };
     let put_back = || slow.change(|state| state.put_mapped(block));
@@ -203,7 +203,7 @@ pub(super) fn release_chunks(slow: &SlowGuard<'_>, block: BlockKey, details: &En
     Ok(chunks.bytes)
 }
 
-/// Unmaps chunks once the work that `stream` holds now is done. Returns `false` if a capture forbids to wait for it.
+/// Unmaps chunks once the work that `stream` holds now is done. Returns `false` if a capture forbids waiting.
 fn unmap(slow: &SlowGuard<'_>, chunks: &Chunks, stream: StreamId, details: &EntryDetails) -> Result<bool> {
     let waited = stream_fence::wait_for_stream(&PendingFrees::new(slow, details), stream)?;
     if waited {
@@ -213,8 +213,8 @@ fn unmap(slow: &SlowGuard<'_>, chunks: &Chunks, stream: StreamId, details: &Entr
     Ok(waited)
 }
 
-/// Releases the addresses of a segment, if nothing of it is mapped. On failure it stays, unmapped, and is used again;
-/// so it does while a mapping in it that could not be undone is still to be retried.
+/// Releases the addresses of a segment, if nothing in it is mapped. On failure the segment stays, unmapped, and is used
+/// again. It also stays while the undo of a mapping in it is on the retry list.
 #[expect(unsafe_code, reason = "the driver cannot check that no work uses the addresses")]
 pub(super) fn release_addresses(slow: &SlowGuard<'_>, segment: SegmentKey) -> Result<()> {
     if slow.read(|state| state.unmaps_to_retry() > 0) {
@@ -237,7 +237,7 @@ pub(super) fn release_addresses(slow: &SlowGuard<'_>, segment: SegmentKey) -> Re
     Ok(outcome?)
 }
 
-/// Releases physical memory. What fails is retried before the next growth.
+/// Releases physical memory. Failures are retried before memory is mapped again.
 fn release_physical(slow: &SlowGuard<'_>, handles: Vec<PhysicalId>) {
     let (mut handles, mut failed) = (VecDeque::from(handles), Vec::new());
     while let Some(handle) = handles.pop_front() {
@@ -257,9 +257,9 @@ fn release_physical(slow: &SlowGuard<'_>, handles: Vec<PhysicalId>) {
     }
 }
 
-/// Retries what could not be unmapped or released.
+/// Retries unmaps and releases that failed.
 pub(in crate::memory::caching) fn retry_failed_calls(slow: &SlowGuard<'_>) {
-    // As many as there are now: what fails again is at the end of the list.
+    // Each entry of the list is tried once: one that fails again goes to its end.
     for _ in 0..slow.read(DeviceState::unmaps_to_retry) {
         let Some((ptr, bytes)) = slow.change(DeviceState::take_unmap_to_retry) else { break };
         let put_back = || slow.change(|state| state.retry_unmap(ptr, bytes));

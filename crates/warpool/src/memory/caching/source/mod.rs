@@ -1,9 +1,9 @@
-//! Memory from the driver or an upstream, and back to it. Everything here needs the device's slow lock, so segments are
-//! added and removed one at a time; the state is locked only between driver calls. The slow lock is released around
-//! user code: upstreams and their destructors.
+//! Obtaining memory from the driver or an upstream, and returning it. Everything here requires the device's slow lock,
+//! so segments are added and removed one at a time; the state is locked only between driver calls. The slow lock is
+//! released around user code: upstreams and their destructors.
 //!
-//! A driver call may unwind (a driver may be anybody's): guards put back what is in transit and list what is to be
-//! retried, without a driver call.
+//! A driver call may unwind, because users can implement the driver trait. Guards then put back blocks in transit and
+//! list calls to be retried, without a driver call.
 
 mod expandable;
 mod segments;
@@ -18,11 +18,11 @@ use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence;
 use crate::memory::{MemPoolId, OomCause};
 
-/// A result, or the reason why there is not enough memory for it.
+/// A result, or the cause of the out-of-memory condition.
 pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
 
-/// Allocates a segment for a request, or grows an expandable one. The block is in transit and at least as large as
-/// requested.
+/// Allocates a segment for a request, or maps memory in an expandable segment. The block is in transit and at least as
+/// large as requested.
 pub(super) fn allocate(
     slow: &SlowGuard<'_>,
     request: &BlockRequest,
@@ -38,7 +38,7 @@ pub(super) fn allocate(
     }
 }
 
-/// Bytes that were released, with the first error: a failure does not stop the rest.
+/// The bytes that were released and the first error. A failure does not stop the rest.
 struct Released {
     bytes: u64,
     outcome: Result<()>,
@@ -61,7 +61,7 @@ impl Released {
     }
 }
 
-/// Releases all that is free in a block pool: segments, and the chunks of expandable ones.
+/// Releases all free memory of a block pool: whole segments, and chunks of expandable segments.
 fn release_block_pool(slow: &SlowGuard<'_>, block_pool: BlockPoolKey, details: &EntryDetails) -> Result<u64> {
     let free = slow.read(|state| state.free_memory(block_pool));
     let mut released = Released::none();
@@ -77,7 +77,7 @@ fn release_block_pool(slow: &SlowGuard<'_>, block_pool: BlockPoolKey, details: &
     released.total()
 }
 
-/// Releases all that is free in the default pool, unless `skip_default_pool`, and in released pools.
+/// Releases all free memory of released pools and, unless `skip_default_pool`, of the default pool.
 pub(super) fn release_all(slow: &SlowGuard<'_>, skip_default_pool: bool, details: &EntryDetails) -> Result<u64> {
     let mut released = Released::none();
     if !skip_default_pool {
@@ -91,7 +91,7 @@ pub(super) fn release_all(slow: &SlowGuard<'_>, skip_default_pool: bool, details
     released.total()
 }
 
-/// Releases all that is free in a private pool, and removes the pool if nothing is left and its users released it.
+/// Releases all free memory of a private pool, and removes the pool if it is empty and released by its users.
 pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails) -> Result<u64> {
     let Ok([small, large]) = slow.change(|state| state.pools_mut().enter(pool)) else { return Ok(0) };
     let visit = PoolVisit::entered(slow, pool);
@@ -107,16 +107,16 @@ pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, details: &Entr
     released
 }
 
-/// Waits for the work of the streams that use a pool's memory beside those that it was allocated for: replays of graphs
-/// that were destroyed. The driver's free waits for all work, but unmapping does not. Returns `false` if a capture
-/// forbids waiting.
+/// Waits for the work of streams that use a pool's memory without being its allocation streams: replays of graphs that
+/// were destroyed. The driver's free waits for all work, but unmapping does not. Returns `false` if a capture forbids
+/// waiting.
 fn wait_for_users(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails) -> Result<bool> {
     let (streams, anywhere) = slow.read(|state| state.pools().users(pool))?;
     if crate::defect::Defect::TrimForgetsReplays.is_on() {
         return Ok(true);
     }
     if anywhere {
-        // Only the device can be waited for, which would invalidate any capture.
+        // The only option is to wait for the device, which would invalidate any capture.
         if slow.has_captures() {
             return Ok(false);
         }
@@ -146,7 +146,7 @@ pub(super) fn release_oversize(slow: &SlowGuard<'_>, request: &BlockRequest, det
 }
 
 /// Above the threshold, releases free large segments of the default pool that were not used for long: those at least as
-/// old as the average, until enough is released. Waits only for what the driver's free waits for.
+/// old as the average, until enough is released. Does not wait for anything beyond what the driver's free waits for.
 pub(super) fn collect_garbage(slow: &SlowGuard<'_>, details: &EntryDetails) -> Result<()> {
     let excess = slow.read(DeviceState::bytes_over_gc_threshold);
     let mut released = 0;

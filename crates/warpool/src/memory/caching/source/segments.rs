@@ -1,4 +1,4 @@
-//! Segments in one piece, from the driver or from a pool's upstream.
+//! Segments that are one allocation of the driver or of a pool's upstream.
 
 use std::sync::Arc;
 
@@ -37,7 +37,8 @@ pub(super) fn allocate(
     Ok(Ok(slow.change(|state| state.add_segment(request, stream_raw, ptr, source, details))))
 }
 
-/// Memory from an upstream. Its bytes count against the limit during the call, which is made without the slow lock.
+/// Allocates memory from an upstream. The bytes count against the limit during the call, which is made without the slow
+/// lock.
 fn allocate_upstream(
     slow: &SlowGuard<'_>,
     upstream: &dyn Upstream,
@@ -59,8 +60,8 @@ fn allocate_upstream(
     outcome
 }
 
-/// Returns a free segment to its source, if the block still is one. Returns its bytes. On failure, and after a panic of
-/// an upstream, it stays.
+/// Returns a segment to its source, if the block is still a free segment. Returns its bytes. If the call fails, or an
+/// upstream panics, the segment stays.
 pub(super) fn release(slow: &SlowGuard<'_>, block: BlockKey, details: &EntryDetails) -> Result<u64> {
     let Some(segment) = slow.change(|state| state.take_segment(block)) else { return Ok(0) };
     let (ptr, bytes) = (segment.ptr, segment.bytes);
@@ -78,7 +79,7 @@ pub(super) fn release(slow: &SlowGuard<'_>, block: BlockKey, details: &EntryDeta
         put_back();
     } else {
         match slow.change(|state| state.remove_segment(block, details)) {
-            // Perhaps the last reference.
+            // This may drop the last reference.
             SegmentSource::Upstream(upstream) => slow.unlocked(|| drop::<Arc<_>>(upstream)),
             SegmentSource::Driver | SegmentSource::Expandable(_) => {}
         }

@@ -1,13 +1,13 @@
 //! Checkpoints of a private pool: its allocated blocks are recorded, and restored later.
 //!
-//! Restoring checks everything first and then changes all in one step: every allocated block is freed, and every
-//! recorded one is split out of free memory at its old address. Use counts, and segments allocated since, stay as they
-//! are; so do blocks that graphs hold, and those that serve requests of the default pool (`use_on_oom`), which are
-//! neither recorded nor freed.
+//! A restore checks everything first, and then makes all changes in one step: every allocated block is freed, and every
+//! recorded block is split out of free memory at its old address. Use counts, and segments allocated since, are not
+//! changed. Blocks that graphs hold, and blocks that serve requests of the default pool (`use_on_oom`), are neither
+//! recorded nor freed.
 //!
-//! Streams that use what a restore frees are not forgotten. Memory that no restored block gets waits for them, as after
-//! any other free. A restored block's own stream is ordered after them before the restore ([`StreamOrder`]), and they
-//! use the restored block too.
+//! A restore takes account of the streams that use the blocks which it frees. Memory that no restored block covers
+//! waits for them, as after any other free. A restored block's own stream is ordered after them before the restore
+//! ([`StreamOrder`]), and they use the restored block too.
 
 use std::collections::BTreeSet;
 
@@ -33,7 +33,7 @@ struct UsedRange {
 pub(crate) struct StreamOrder {
     pub(crate) user: StreamId,
     pub(crate) own: StreamId,
-    /// Whether it used the memory while it captured.
+    /// Whether the stream used the memory while it was capturing.
     pub(crate) in_capture: bool,
 }
 
@@ -58,7 +58,7 @@ impl DeviceState {
         Ok(PoolCheckpoint { allocator, device: self.device, pool, blocks })
     }
 
-    /// The streams that the streams of the blocks to be restored have to be ordered after.
+    /// For each block to be restored, the streams that its stream has to be ordered after.
     pub(crate) fn order_for(&self, checkpoint: &PoolCheckpoint) -> Result<BTreeSet<StreamOrder>> {
         let mut orders = BTreeSet::new();
         let freed = |block: &Block| !block.is_held() && !block.is_lent();
@@ -73,8 +73,8 @@ impl DeviceState {
         Ok(orders)
     }
 
-    /// Frees what is allocated in the pool, and allocates what the checkpoint recorded. `None`, and nothing changes, if
-    /// more streams use that memory than are `ordered`.
+    /// Frees all allocated blocks of the pool, and allocates the recorded ones. `None`, without any change, if a stream
+    /// uses that memory that is not in `ordered`.
     pub(crate) fn restore(
         &mut self,
         checkpoint: &PoolCheckpoint,
@@ -129,7 +129,7 @@ impl DeviceState {
         Ok(())
     }
 
-    /// Every saved block must lie in memory that the pool has, without a hole.
+    /// Fails unless every saved block lies in memory of the pool, without a hole.
     fn check_room_for(&self, checkpoint: &PoolCheckpoint) -> Result<()> {
         let mut ranges: Vec<&Block> = self
             .blocks_in(checkpoint.pool)?
@@ -140,7 +140,7 @@ impl DeviceState {
         for saved in &checkpoint.blocks {
             let behind = &ranges[ranges.partition_point(|block| block.end() <= saved.ptr)..];
             let mut reached = saved.ptr;
-            // Within one segment: two that happen to be adjacent are still two.
+            // Within one segment: adjacent segments are not merged.
             for block in behind.iter().take_while(|block| block.segment() == behind[0].segment()) {
                 if block.ptr() > reached || reached >= saved.end() {
                     break;
@@ -165,7 +165,8 @@ impl DeviceState {
         Ok(())
     }
 
-    /// What a restore frees: all allocated blocks but those that graphs hold, or that serve the default pool.
+    /// The blocks that a restore frees: all allocated ones except those that graphs hold or that serve the default
+    /// pool.
     fn allocated_in(&self, pool: MemPoolId) -> Result<Vec<(BlockKey, DevicePtr)>> {
         let allocated = self.blocks_in(pool)?.filter(|(_, block)| block.status() == BlockStatus::Allocated);
         let freed = allocated.filter(|(_, block)| !block.is_held() && !block.is_lent());
@@ -180,7 +181,8 @@ impl DeviceState {
         Ok(free)
     }
 
-    /// Splits the saved blocks out of free memory, both by address: the rest of a block that is split keeps its key.
+    /// Splits the saved blocks out of the free blocks. Both are sorted by address: the rest of a block that is split
+    /// keeps its key.
     fn allocate_saved(
         &mut self,
         checkpoint: &PoolCheckpoint,
@@ -205,7 +207,8 @@ impl DeviceState {
         Ok(checkpoint.blocks.iter().filter(|saved| !held.contains(&saved.ptr)).map(allocate).collect())
     }
 
-    /// Lets what is free of the ranges wait for the streams that use them: as blocks of their own, freed at once.
+    /// Makes the free parts of the ranges wait for the streams that use them: each part becomes a block that is
+    /// allocated and freed at once.
     fn free_unsaved(&mut self, pool: MemPoolId, used: &[UsedRange], details: &EntryDetails) -> Result<()> {
         if used.is_empty() {
             return Ok(());
@@ -214,7 +217,7 @@ impl DeviceState {
         for range in used {
             let first = free.partition_point(|&(ptr, _)| ptr <= range.start).saturating_sub(1);
             for &(_, block) in free[first..].iter().take_while(|&&(ptr, _)| ptr < range.end) {
-                // What is split off keeps the key of the rest, which lies behind.
+                // After a split, the rest, which comes after, keeps the key.
                 let Some(entry) = self.heap.get(block).filter(|entry| entry.status() == BlockStatus::Free) else {
                     continue;
                 };
@@ -230,7 +233,7 @@ impl DeviceState {
         Ok(())
     }
 
-    /// Allocates a range of a free block, whatever the size rules say.
+    /// Allocates a range of a free block, regardless of the size rules.
     fn allocate_range(
         &mut self,
         free: BlockKey,

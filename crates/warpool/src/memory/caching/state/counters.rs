@@ -91,8 +91,8 @@ impl Counters {
         }
     }
 
-    /// The front of a block of `whole` bytes that is about to be allocated became a free block; both count as free
-    /// parts of their segment until then.
+    /// The front of a block of `whole` bytes that is about to be allocated was split off as a free block. Both count as
+    /// free parts of their segment until the allocation.
     pub(crate) fn front_freed(&mut self, block: &Block, was_split: bool, whole: u64) {
         if block.is_expandable() {
             return;
@@ -135,8 +135,8 @@ impl Counters {
         if block.is_expandable() {
             return;
         }
-        // Some free parts of the segment became one, or none if the whole segment is free. One change of each counter,
-        // so that the peaks are right.
+        // Several free parts of the segment became one, or none if the whole segment is free. Each counter changes
+        // once, so that the peaks are right.
         let (blocks, bytes) = if block.is_split() { (1, block.size()) } else { (0, 0) };
         if blocks >= merged.blocks {
             stats.inactive_split.increase(kind, blocks - merged.blocks);
@@ -150,7 +150,7 @@ impl Counters {
         }
     }
 
-    /// An allocated block was freed and allocated again as before, so many times: only the sums change.
+    /// A block was freed and allocated again, `times` times: only the accumulated values change.
     pub(crate) fn repeated(&mut self, taken: &Taken, block: &Block, oversize: bool, times: u64) {
         let (kind, stats) = (block.kind(), &mut self.stats);
         for stat in [&mut stats.allocation, &mut stats.active] {
@@ -166,7 +166,7 @@ impl Counters {
         if block.is_expandable() {
             return;
         }
-        // What `taken` changes, `free_completed` changes back.
+        // `free_completed` reverts the changes of `taken`.
         let (blocks, bytes) = match (taken.was_split, taken.rest) {
             (true, Some(_)) => (0, block.size()),
             (true, None) => (1, block.size()),

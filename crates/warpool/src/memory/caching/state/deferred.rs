@@ -2,8 +2,9 @@
 //! block that several streams used is deferred until the capture is over, or, with `graph_capture_record_stream_reuse`,
 //! until the graph itself orders every use before the next work.
 //!
-//! Each waits for one stream, the first that was found to capture. Once that stream captures no more, its others are
-//! looked at. So a call that merely passes by reads the status of a few streams, however many frees are deferred.
+//! Each deferred free waits for one stream, the first that was found to be capturing. Once that capture has ended, the
+//! other streams of the block are examined. An ordinary call therefore reads the status of only a few streams, however
+//! many frees are deferred.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
@@ -15,16 +16,16 @@ use super::DeviceState;
 use crate::memory::caching::heap::BlockKey;
 use crate::memory::report::EntryDetails;
 
-/// The deferred frees of a device, by their order.
+/// The deferred frees of a device, in the order in which they were deferred.
 #[derive(Default)]
 pub(super) struct DeferredFrees {
     entries: BTreeMap<u64, Deferred>,
     next: u64,
-    /// Those that wait for a stream.
+    /// Deferred frees by the stream that they wait for.
     by_stream: BTreeMap<StreamId, BTreeSet<u64>>,
-    /// Those of blocks of a stream whose uses were all captured.
+    /// Deferred frees of blocks whose uses were all captured, by the block's stream.
     captured: BTreeMap<StreamId, BTreeSet<u64>>,
-    /// The stream whose status was read last, if not all are read at once.
+    /// The stream whose status was read last, if a call reads only some of them.
     last_read: Option<StreamId>,
 }
 
@@ -72,7 +73,7 @@ fn remove_from(lists: &mut BTreeMap<StreamId, BTreeSet<u64>>, stream: StreamId, 
 }
 
 impl DeviceState {
-    /// Defers a pending free until `waits_for` captures no more.
+    /// Defers a pending free until `waits_for` is no longer capturing.
     pub(crate) fn defer(&mut self, block: BlockKey, waits_for: StreamId, last_nodes: Vec<NodeId>) {
         self.heap.set_deferred(block, true);
         let stream = self.heap.stream_of(block);
@@ -84,13 +85,13 @@ impl DeviceState {
         self.deferred.len() > 0
     }
 
-    /// How many streams deferred frees wait for, and which was read last, if those are more than `at_once`.
+    /// How many streams deferred frees wait for, and which was read last if there are more than `at_once`.
     pub(crate) fn deferred_streams(&self, at_once: usize) -> (usize, Option<StreamId>) {
         let count = self.deferred.by_stream.len();
         (count, self.deferred.last_read.filter(|_| count > at_once))
     }
 
-    /// Up to `count` streams that deferred frees wait for: those after `last`, and then from the first on.
+    /// Up to `count` streams that deferred frees wait for: those after `last`, then from the first.
     pub(crate) fn deferred_streams_after(&self, last: Option<StreamId>, count: usize) -> Vec<StreamId> {
         let streams = &self.deferred.by_stream;
         let after = last.map_or(Bound::Unbounded, Bound::Excluded);
@@ -98,8 +99,8 @@ impl DeviceState {
         streams.range((after, Bound::Unbounded)).chain(wrapped).take(count).map(|(&stream, _)| stream).collect()
     }
 
-    /// Takes the deferred frees that wait for these streams, in the order in which they were deferred: they are pending
-    /// again. `last_read` is where the next call goes on.
+    /// Takes the deferred frees that wait for these streams, in the order in which they were deferred; they are pending
+    /// again. The next call continues after `last_read`.
     pub(crate) fn take_ready(&mut self, streams: &[StreamId], last_read: Option<StreamId>) -> Vec<BlockKey> {
         let of_streams = streams.iter().filter_map(|stream| self.deferred.by_stream.get(stream)).flatten();
         let mut numbers: Vec<u64> = of_streams.copied().collect();

@@ -37,7 +37,7 @@ pub(super) struct DeviceState {
     policy: Policy,
     heap: Heap,
     pools: Pools,
-    /// What freed blocks wait for.
+    /// The fences that freed blocks wait for.
     fences: StreamFences<BlockKey>,
     /// Blocks whose frees wait for the end of a capture.
     deferred: DeferredFrees,
@@ -45,7 +45,7 @@ pub(super) struct DeviceState {
     recorder: HistoryRecorder,
     retries: DriverRetries,
     recent: Option<Recent>,
-    /// What upstreams are being asked for.
+    /// Bytes of requests to upstreams that are under way.
     upstream_bytes_in_flight: u64,
     /// The driver, if it tracks suballocations.
     tracker: Option<Arc<dyn Driver>>,
@@ -56,9 +56,9 @@ pub(super) enum Search {
     Found(Allocation),
     /// Nothing cached fits. The thread has entered the pool.
     NotFound(BlockRequest),
-    /// Pending frees are to be processed before a search.
+    /// Pending frees must be processed before a search.
     Pending,
-    /// Boxed, because an error is several times as large as what is mostly returned.
+    /// Boxed, because an error is several times as large as the usual result.
     Refused(Box<Error>),
 }
 
@@ -90,7 +90,7 @@ impl DeviceState {
         self.policy.limit = limit;
     }
 
-    /// Replaces the policy but for the limit.
+    /// Replaces the policy except for the limit.
     pub(super) fn set_policy(&mut self, mut policy: Policy) {
         policy.limit = self.policy.limit;
         self.policy = policy;
@@ -112,10 +112,10 @@ impl DeviceState {
         self.counters.stats()
     }
 
-    /// Checks every invariant, while no other thread is at work.
+    /// Checks every invariant. No other thread may use the allocator meanwhile.
     ///
     /// # Panics
-    /// If one does not hold.
+    /// If an invariant does not hold.
     pub(super) fn check(&self) {
         let totals = self.heap.check(&self.policy.sizes);
         assert_eq!(totals.deferred, self.deferred.len(), "deferred frees");
@@ -161,8 +161,8 @@ impl DeviceState {
         }
     }
 
-    /// Allocates a cached block if nothing else is to be done before or after: no pending frees, no history entries, no
-    /// ages of free blocks. `None` changes nothing.
+    /// Allocates a cached block if no other work is due before or after: no pending frees, no history entries, no ages
+    /// of free blocks. `None` means that nothing changed.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn allocate_plain(&mut self, pool: MemPoolId, stream: StreamId, requested: u64) -> Option<Allocation> {
@@ -227,7 +227,7 @@ impl DeviceState {
         })
     }
 
-    /// Allocates a block in transit that is at least as large as requested; what it does not need becomes free.
+    /// Allocates a block in transit that is at least as large as requested; the rest becomes free.
     pub(super) fn allocate_block(
         &mut self,
         block: BlockKey,
@@ -258,7 +258,7 @@ impl DeviceState {
         Some(self.allocate_block(found, request, details))
     }
 
-    /// Takes a free block; what of it lies before `ptr` becomes a free block of its own.
+    /// Takes a free block; the part before `ptr` becomes a free block of its own.
     fn take_free_from(&mut self, block: BlockKey, ptr: u64) {
         self.heap.take_free(block);
         let (start, whole) = (self.heap.block(block).ptr(), self.heap.block(block).size());
@@ -333,7 +333,7 @@ impl DeviceState {
 
 /// Freeing.
 impl DeviceState {
-    /// Frees an allocated block. Returns whether other streams may still use it: its free is pending then.
+    /// Frees an allocated block. Returns whether its free is pending because other streams may still use it.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn free(&mut self, block: BlockKey, details: &EntryDetails) -> bool {
@@ -349,7 +349,7 @@ impl DeviceState {
         in_use
     }
 
-    /// Frees an allocation that its caller will never get, if it still is one. Its fences are left to the next call.
+    /// Frees an allocation that never reaches its caller, if it still exists. Its fences are left to the next call.
     pub(super) fn abandon(&mut self, allocation: &Allocation, details: &EntryDetails) {
         if let Some(block) = self.heap.allocated(allocation)
             && self.free(block, details)
@@ -366,7 +366,7 @@ impl DeviceState {
         }
     }
 
-    /// Frees an allocated block: its free is pending. Returns whether other streams may still use it.
+    /// Marks an allocated block as pending free. Returns whether other streams may still use it.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     fn request_free(&mut self, block: BlockKey, details: &EntryDetails) -> bool {
@@ -378,7 +378,7 @@ impl DeviceState {
         in_use
     }
 
-    /// A pending free is completed: no stream uses the block any more, and it is merged with its free neighbours.
+    /// Completes a pending free: no stream uses the block any more, and it is merged with its free neighbours.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     fn complete_free(&mut self, key: BlockKey, details: &EntryDetails) {
@@ -394,7 +394,7 @@ impl DeviceState {
         self.counters.free_completed(size, requested, merged, block);
     }
 
-    /// Records that `stream` uses the allocated block at `ptr`, if it still is allocated.
+    /// Records that `stream` uses the allocated block at `ptr`, if it is still allocated.
     pub(super) fn record_use(&mut self, block: BlockKey, ptr: DevicePtr, stream: StreamId, in_capture: bool) {
         let is_allocated = self.heap.allocated_at(ptr) == Some(block);
         if !is_allocated || self.heap.stream_of(block) == stream {
@@ -410,21 +410,21 @@ impl DeviceState {
         }
     }
 
-    /// A graph holds an allocation.
+    /// Records that a graph holds an allocation.
     pub(super) fn hold(&mut self, allocation: &Allocation) -> Result<()> {
         let block = self.heap.allocated(allocation).ok_or(Error::UnknownPointer { ptr: allocation.ptr })?;
         *self.heap.holds_mut(block) += 1;
         Ok(())
     }
 
-    /// A graph no longer holds an allocation.
+    /// Records that a graph no longer holds an allocation.
     pub(super) fn end_hold(&mut self, allocation: &Allocation) {
         if let Some(block) = self.heap.allocated(allocation).filter(|&block| self.heap.block(block).is_held()) {
             *self.heap.holds_mut(block) -= 1;
         }
     }
 
-    /// Records that `streams` use an allocation, if it still is one.
+    /// Records that `streams` use an allocation, if it still exists.
     pub(super) fn record_uses(&mut self, allocation: &Allocation, streams: &[StreamId]) {
         if let Some(block) = self.heap.allocated(allocation) {
             let own = self.heap.stream_of(block);
@@ -451,7 +451,7 @@ impl DeviceState {
         self.heap.uses_mut(block)
     }
 
-    /// A fence has passed.
+    /// Completes a fence that has passed.
     pub(super) fn complete_fence(&mut self, passed: &Fence, details: &EntryDetails) {
         if let Some(block) = self.fences.pop(passed) {
             self.heap.uses_mut(block).fence_passed();
@@ -482,14 +482,14 @@ impl DeviceState {
         &mut self.pools
     }
 
-    /// Ends a use of a pool. What is returned is to be dropped without the lock.
+    /// Ends a use of a pool. The caller drops the result without the lock.
     pub(super) fn release_pool(&mut self, id: MemPoolId, user: PoolUser) -> Result<Option<Pool>> {
         let removed = self.pools.release(id, user, &mut self.heap)?;
         self.forget_removed(id, removed.is_some());
         Ok(removed)
     }
 
-    /// A thread that entered a pool is done. What is returned is to be dropped without the lock.
+    /// Leaves a pool that the thread entered. The caller drops the result without the lock.
     #[must_use = "to be dropped without the lock"]
     pub(super) fn leave_pool(&mut self, id: MemPoolId) -> Option<Pool> {
         let removed = self.pools.leave(id, &mut self.heap);
@@ -497,7 +497,7 @@ impl DeviceState {
         removed
     }
 
-    /// A pool's statistics are removed with it.
+    /// Removes the statistics of a removed pool.
     fn forget_removed(&mut self, id: MemPoolId, removed: bool) {
         if removed {
             self.counters.forget_pool(id);
@@ -563,7 +563,7 @@ impl DeviceState {
         self.recorder.take_unreported()
     }
 
-    /// Counts a request that failed, and reports the memory that there is.
+    /// Counts a failed request, and reports the device's memory.
     pub(super) fn out_of_memory(
         &mut self,
         request: &BlockRequest,

@@ -6,14 +6,14 @@ use crate::memory::{FreeBlockOrder, Settings, SizeRules};
 #[derive(Clone, Debug)]
 pub(crate) struct Policy {
     pub(crate) sizes: SizeRules,
-    /// The share of the limit above which old segments are released; 0 is never.
+    /// The fraction of the limit above which old segments are released; 0 disables it.
     garbage_threshold: f64,
     pub(crate) expandable: bool,
     pub(crate) reuse_in_capture: bool,
     pub(crate) free_block_order: FreeBlockOrder,
-    /// Requests that would reserve more fail before anything is tried.
+    /// Requests that would reserve more fail at once, without any retry.
     bytes_before_rejection: Option<u64>,
-    /// The smaller of what the fraction and the cap allow.
+    /// The smaller of the limits that the fraction and the cap set.
     pub(crate) limit: Option<u64>,
 }
 
@@ -57,7 +57,7 @@ impl Policy {
         self.limit.is_some_and(|limit| reserved > limit)
     }
 
-    /// Whether a request that would make it `reserved` bytes fails before anything is tried.
+    /// Whether a request that would raise the total to `reserved` bytes fails at once, without any retry.
     pub(crate) fn rejects(&self, reserved: u64) -> bool {
         self.bytes_before_rejection.is_some_and(|most| reserved > most)
     }

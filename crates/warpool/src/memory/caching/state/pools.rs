@@ -1,8 +1,7 @@
 //! The memory pools of one device: the default pool and the private ones.
 //!
 //! A private pool has uses: its creator, open scopes, graphs. Without any it is *released*: it serves no new requests,
-//! and is removed with its last segment. Whether it has segments is read from the heap, so no pairs of calls have to
-//! match.
+//! and is removed with its last segment. Whether it has segments is read from the heap, not counted by paired calls.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -30,12 +29,12 @@ pub(crate) struct Pool {
     threads: u32,
     upstream: Option<Arc<dyn Upstream>>,
     use_on_oom: bool,
-    /// Whether captures allocated from it. Blocks that they freed may serve other captures, but the graphs go on using
-    /// them.
+    /// Whether captures allocated from it. Blocks that they freed may serve other captures, but the graphs continue to
+    /// use them.
     has_graphs: bool,
-    /// Streams that use its memory beside those that it was allocated for.
+    /// Streams that use its memory without being its allocation streams.
     used_by: BTreeSet<StreamId>,
-    /// Whether streams that are not known may use it too.
+    /// Whether unknown streams may use it too.
     used_anywhere: bool,
 }
 
@@ -75,7 +74,8 @@ impl Pools {
         if pool.is_released() { Err(Error::PoolReleased { pool: id }) } else { Ok(pool.block_pools) }
     }
 
-    /// The same; `None` if there is no such pool, or it serves none.
+    /// As [`block_pools_in_use`](Self::block_pools_in_use); `None` if there is no such pool, or if it serves no
+    /// requests.
     #[inline]
     pub(crate) fn serving(&self, id: MemPoolId) -> Option<[BlockPoolKey; 2]> {
         if id.is_default() {
@@ -98,8 +98,8 @@ impl Pools {
         Ok(())
     }
 
-    /// Ends a use of `user`. Returns the pool if it was the last and the pool is removed, to be dropped without the
-    /// lock: its upstream's destructor may drop blocks.
+    /// Ends a use of `user`. Returns the pool if that was the last use and the pool is removed. The caller drops it
+    /// without the lock: its upstream's destructor may drop blocks.
     pub(crate) fn release(&mut self, id: MemPoolId, user: PoolUser, heap: &mut Heap) -> Result<Option<Pool>> {
         let pool = self.in_use(id)?;
         if id.is_default() && user == PoolUser::RAW {
@@ -116,20 +116,20 @@ impl Pools {
         Ok(self.remove_if_unused(id, heap))
     }
 
-    /// Whether its free blocks serve the default pool when that would run out of memory.
+    /// Sets whether its free blocks serve the default pool before that runs out of memory.
     pub(crate) fn set_use_on_oom(&mut self, id: MemPoolId, on: bool) -> Result<()> {
         self.in_use(id)?.use_on_oom = on;
         Ok(())
     }
 
-    /// A thread works on a pool without the lock from here on. Returns its block pools.
+    /// Keeps a pool from being removed while the thread uses it without the lock. Returns its block pools.
     pub(crate) fn enter(&mut self, id: MemPoolId) -> Result<[BlockPoolKey; 2]> {
         let pool = self.get_mut(id)?;
         pool.threads += 1;
         Ok(pool.block_pools)
     }
 
-    /// The thread is done. Returns the pool if it is removed, to be dropped without the lock.
+    /// Ends [`enter`](Self::enter). Returns the pool if it is removed, for the caller to drop without the lock.
     #[must_use = "to be dropped without the lock"]
     pub(crate) fn leave(&mut self, id: MemPoolId, heap: &mut Heap) -> Option<Pool> {
         self.get_mut(id).expect("a pool that a thread works on is not removed").threads -= 1;
@@ -185,19 +185,20 @@ impl Pools {
         Ok(())
     }
 
-    /// Records that work on streams that are not known uses the pool's memory.
+    /// Records that work on unknown streams uses the pool's memory.
     pub(crate) fn record_use_anywhere(&mut self, id: MemPoolId) -> Result<()> {
         self.in_use(id)?.used_anywhere = true;
         Ok(())
     }
 
-    /// The streams that were recorded, and whether there are some that are not known.
+    /// The recorded streams, and whether unknown streams may use the pool too.
     pub(crate) fn users(&self, id: MemPoolId) -> Result<(Vec<StreamId>, bool)> {
         let pool = self.get(id)?;
         Ok((pool.used_by.iter().copied().collect(), pool.used_anywhere))
     }
 
-    /// All work that used a pool's memory is done. Of a released pool, it stays so.
+    /// Clears the use by unknown streams after their work is done. Only for a released pool: one in use may be replayed
+    /// again.
     pub(crate) fn clear_use_anywhere(&mut self, id: MemPoolId) {
         if let Some(pool) = self.by_id.get_mut(&id).filter(|pool| pool.is_released()) {
             pool.used_anywhere = false;
@@ -207,7 +208,7 @@ impl Pools {
     /// Checks that released pools without segments are removed.
     ///
     /// # Panics
-    /// If one is not.
+    /// If one is not removed.
     pub(crate) fn check(&self, heap: &Heap) {
         for (id, pool) in &self.by_id {
             assert!(!pool.is_released() || !pool.is_empty(heap), "pool {id} should be removed");

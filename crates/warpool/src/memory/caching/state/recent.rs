@@ -1,10 +1,10 @@
-//! The block that was allocated last, as long as nothing else happens but that it is freed and allocated again.
+//! A shortcut for a program that frees and allocates the same block repeatedly.
 //!
-//! A program that frees the block which it has just allocated, and then requests the same again, gets the same block:
-//! the free merges it with what it was split off, which leaves the heap as it was, and the request splits it off again.
-//! So neither is carried out: the block is noted as freed, and handed out once more. Every other step on the device
-//! [settles](DeviceState::settle) this first, so that no step sees a block which the program has freed, or statistics
-//! that lack a request.
+//! A program that frees the block which it has just allocated, and then requests the same size again, gets the same
+//! block: the free merges it with its rest, which restores the heap, and the request splits it off again. So neither
+//! step is carried out: the block is only noted as freed, and returned again. Every other step on the device first
+//! [settles](DeviceState::settle) the noted steps, so that none sees a block that the program has freed, or statistics
+//! without a request.
 
 use warpool_driver::{DevicePtr, StreamId};
 
@@ -13,8 +13,8 @@ use crate::memory::caching::heap::{BlockKey, Heap, Taken};
 use crate::memory::report::EntryDetails;
 use crate::memory::{Allocation, MemPoolId};
 
-/// The last allocation. It was made without a history, pending frees or ages of free blocks, and nothing happened
-/// since: no stream used it, no graph holds it.
+/// The last allocation. It was made without a history, pending frees or ages of free blocks, and there was no other
+/// step since: no stream used it, no graph holds it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Recent {
     pool: MemPoolId,
@@ -26,7 +26,7 @@ pub(super) struct Recent {
     repeats: u64,
 }
 
-/// What a free is given.
+/// The argument of a free.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::memory::caching) enum ToFree<'a> {
     /// An address.
@@ -57,7 +57,7 @@ impl ToFree<'_> {
 }
 
 impl DeviceState {
-    /// Notes the last allocation. Nothing else is noted.
+    /// Notes the last allocation; only one is noted at a time.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would pass the allocation through memory")]
     pub(super) fn set_recent(&mut self, pool: MemPoolId, allocation: Allocation, taken: Taken) {
@@ -89,7 +89,7 @@ impl DeviceState {
         Some(allocation)
     }
 
-    /// Frees the last block, if it is that one and was not freed yet.
+    /// Frees the last block, if `to_free` is that block and it is not freed yet.
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "the hot path")]
     pub(in crate::memory::caching) fn free_recent(&mut self, to_free: ToFree<'_>) -> bool {
@@ -104,7 +104,7 @@ impl DeviceState {
         }
     }
 
-    /// Carries out what was only noted; before every step but the two above.
+    /// Carries out the noted steps. Called before every step except the two above.
     #[inline]
     pub(in crate::memory::caching) fn settle(&mut self) {
         let Some(recent) = self.recent.take() else { return };

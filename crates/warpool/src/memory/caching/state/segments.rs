@@ -1,4 +1,4 @@
-//! Segments in the state: what the driver calls of `source/` change. Their callers hold the slow lock.
+//! Segments in the state: the changes that the driver calls of `source/` make. Their callers hold the slow lock.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::memory::{Action, Asleep, MemPoolId, OomCause, SegmentKind, Upstream};
 pub(super) struct DriverRetries {
     /// Physical memory that could not be released.
     releases: Vec<PhysicalId>,
-    /// Mappings of failed attempts to grow that could not be undone. The heap has these addresses as unmapped.
+    /// Mappings of failed allocations that could not be undone. In the heap, these addresses are unmapped.
     unmaps: VecDeque<(DevicePtr, u64)>,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct SegmentTaken {
     pub(crate) upstream: Option<Arc<dyn Upstream>>,
 }
 
-/// What is free in a block pool.
+/// The free memory of a block pool.
 pub(crate) struct FreeMemory {
     /// Free blocks of segments that are not expandable.
     pub(crate) blocks: Vec<BlockKey>,
@@ -47,23 +47,24 @@ impl DeviceState {
         self.policy.exceeds_limit(self.bytes_reserved_with(request))
     }
 
-    /// Whether the policy rejects the request before anything is tried.
+    /// Whether the policy rejects the request at once, without any retry.
     pub(crate) fn rejects(&self, request: &BlockRequest) -> bool {
         self.policy.rejects(self.bytes_reserved_with(request))
     }
 
-    /// What is reserved, what upstreams are being asked for, and a segment for the request.
+    /// The sum of reserved bytes, requests to upstreams under way, and a segment for the request.
     fn bytes_reserved_with(&self, request: &BlockRequest) -> u64 {
         let reserved = self.bytes_reserved().saturating_add(self.upstream_bytes_in_flight);
         reserved.saturating_add(request.segment)
     }
 
-    /// What is reserved and does not sleep.
+    /// Reserved bytes that are not asleep.
     pub(super) fn bytes_reserved(&self) -> u64 {
         self.counters.bytes_reserved().saturating_sub(self.pools.sleeping.bytes())
     }
 
-    /// Only so much of a pool sleeps from here on. Returns `false`, and changes nothing, if that exceeds the limit.
+    /// Sets which memory of a pool is still asleep, before the rest is woken. Returns `false`, without any change, if
+    /// the total would exceed the limit.
     pub(crate) fn reserve_to_wake(&mut self, pool: MemPoolId, asleep: Asleep) -> bool {
         let more = self.pools.sleeping.bytes_more(pool, &asleep);
         let reserved = self.bytes_reserved().saturating_add(self.upstream_bytes_in_flight).saturating_add(more);
@@ -74,17 +75,17 @@ impl DeviceState {
         true
     }
 
-    /// An upstream is asked for memory from here on. It counts against the limit.
+    /// Begins a request to an upstream. Its bytes count against the limit.
     pub(crate) fn begin_upstream_call(&mut self, bytes: u64) {
         self.upstream_bytes_in_flight = self.upstream_bytes_in_flight.saturating_add(bytes);
     }
 
-    /// The upstream has returned.
+    /// Ends a request to an upstream.
     pub(crate) fn end_upstream_call(&mut self, bytes: u64) {
         self.upstream_bytes_in_flight = self.upstream_bytes_in_flight.saturating_sub(bytes);
     }
 
-    /// Why no segment can be allocated for a request, as far as is known without another driver call.
+    /// Why no segment can be allocated for a request, as far as that is known without another driver call.
     pub(crate) fn oom_cause(&self, request: &BlockRequest) -> OomCause {
         if self.exceeds_limit(request) { OomCause::Limit } else { OomCause::Device }
     }
@@ -112,7 +113,7 @@ impl DeviceState {
         block
     }
 
-    /// Takes a free segment out of its free list, if the block is one.
+    /// Takes a segment out of its free list, if the block is a free segment.
     pub(crate) fn take_segment(&mut self, block: BlockKey) -> Option<SegmentTaken> {
         let entry = self.heap.get(block).filter(|entry| entry.is_free_segment())?;
         let upstream = match self.heap.segment(entry.segment()).source() {
@@ -130,7 +131,7 @@ impl DeviceState {
         self.heap.put_free(block);
     }
 
-    /// Removes a segment that was returned. Its source is to be dropped without the lock: an upstream's destructor may
+    /// Removes a segment that was returned. The caller drops its source without the lock: an upstream's destructor may
     /// drop blocks.
     pub(crate) fn remove_segment(&mut self, block: BlockKey, details: &EntryDetails) -> SegmentSource {
         let entry = self.heap.block(block);
@@ -142,7 +143,7 @@ impl DeviceState {
         self.heap.remove_segment(block)
     }
 
-    /// What is free in a block pool, in the order in which it is returned.
+    /// The free memory of a block pool, in the order in which it is returned.
     pub(crate) fn free_memory(&self, block_pool: BlockPoolKey) -> FreeMemory {
         let free = self.heap.free_blocks(block_pool).into_iter();
         let (expandable, blocks) = free.partition(|&block| self.heap.block(block).is_expandable());
@@ -150,8 +151,8 @@ impl DeviceState {
     }
 
     /// With a split limit, the oversize segments of the request's stream to release, and the bytes that it needs: one
-    /// that is large enough, or else the largest ones. Only in the default pool: a graph may use a private one's memory
-    /// as long as it exists.
+    /// that is large enough, or else the largest ones. Only in the default pool: a graph may use the memory of a
+    /// private pool as long as the pool exists.
     pub(crate) fn oversize_segments(&self, request: &BlockRequest) -> (u64, Vec<BlockKey>) {
         let limit = self.policy.sizes.max_split_bytes();
         if limit == u64::MAX || !request.pool.is_default() {
@@ -238,7 +239,7 @@ impl DeviceState {
         block
     }
 
-    /// Takes a free block with whole chunks inside, and the stream that has to pass before they are unmapped.
+    /// Takes a free block that contains whole chunks, and returns the stream to wait for before they are unmapped.
     pub(crate) fn take_chunks(&mut self, block: BlockKey) -> Option<(Chunks, StreamId)> {
         let chunks = self.heap.take_chunks(block)?;
         Some((chunks, self.heap.stream_of(block)))
@@ -267,17 +268,17 @@ impl DeviceState {
         drop(self.heap.remove_segment(block));
     }
 
-    /// Physical memory could not be released.
+    /// Puts physical memory that could not be released on the retry list.
     pub(crate) fn retry_releases(&mut self, handles: impl IntoIterator<Item = PhysicalId>) {
         self.retries.releases.extend(handles);
     }
 
-    /// A mapping could not be undone.
+    /// Puts a mapping that could not be undone on the retry list.
     pub(crate) fn retry_unmap(&mut self, ptr: DevicePtr, bytes: u64) {
         self.retries.unmaps.push_back((ptr, bytes));
     }
 
-    /// How many mappings are to be undone.
+    /// How many mappings are on the retry list.
     pub(crate) fn unmaps_to_retry(&self) -> usize {
         self.retries.unmaps.len()
     }

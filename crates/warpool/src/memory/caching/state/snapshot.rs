@@ -1,4 +1,4 @@
-//! The state as plain data: of an expandable segment, each mapped range without holes is a segment of its own.
+//! The state as plain data. Each contiguous mapped range of an expandable segment appears as a segment of its own.
 
 use super::DeviceState;
 use crate::memory::caching::heap::{Block, BlockStatus, Segment, SegmentKey};
@@ -25,7 +25,7 @@ impl DeviceState {
         }
         segments.sort_by_key(|segment| segment.address);
         snapshot.segments.extend(segments);
-        // In the next snapshot's history only: this one's was copied before.
+        // This appears only in the next snapshot: this one's history was copied before.
         let active = self.counters.stats().active_bytes.all.current;
         self.recorder.record(Action::Snapshot, 0, active, 0, MemPoolId::DEFAULT, details);
     }

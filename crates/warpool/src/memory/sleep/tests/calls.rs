@@ -1,4 +1,4 @@
-//! What each call answers in every state.
+//! The result of each call in every state.
 
 use warpool_driver::{Call, CaptureMode, Captures as _, Copies as _, DevicePtr, ErrorCode, Graphs as _, Streams as _};
 
@@ -45,7 +45,7 @@ fn contents_and_addresses_return() {
         machine.expect(&other, 8, 2);
         machine.allocator.free(large).unwrap();
         machine.allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
-        // Weights first.
+        // Wake the weights first.
         machine.wake(&["weights"]).unwrap();
         for (value, block) in (1..).zip(&weights) {
             machine.expect(block, value, 1);
@@ -116,7 +116,7 @@ fn a_sleeping_tag_serves_no_request_and_takes_frees() {
         let [first, second] = [0, 1].map(|_| machine.allocate("kv", 30 * MIB, 0).unwrap());
         let small = machine.allocate("kv", 100, 0).unwrap();
         machine.write(&second, 5, 0);
-        // A free block that fits does not serve it either.
+        // A free block that fits is not used either.
         machine.allocator.free(machine.allocate("kv", 200, 0).unwrap()).unwrap();
         machine.sleep(&["kv"], Keep::Host).unwrap();
         for bytes in [200, 30 * MIB] {
@@ -218,7 +218,7 @@ fn scopes_nest_and_are_open_in_many_threads() {
         let block = allocate();
         assert_eq!(pool_of(&block), Some(cache.pool().id()));
         machine.allocator.free(block).unwrap();
-        // In any order.
+        // Scopes may be closed in any order.
         drop(outer);
         drop(inner);
         let block = allocate();

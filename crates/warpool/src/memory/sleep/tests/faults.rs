@@ -1,5 +1,5 @@
-//! Every driver call of sleeping and of waking fails once, with each of several codes, and kinds of calls fail for
-//! good: afterwards all tags are in one state, nothing is lost or leaked, and the next call succeeds.
+//! Every driver call of sleeping and of waking fails once, with each of several codes, and kinds of calls fail
+//! permanently. Afterwards all tags are in one state, nothing is lost or leaked, and the next call succeeds.
 
 use warpool_driver::decorate::FaultPlan;
 use warpool_driver::{Call, DeviceId, ErrorCode};
@@ -30,7 +30,7 @@ impl Scene {
             blocks.push(block);
             machine.write(&block, blocks.len() as u32, tag);
         }
-        // Free segments, which are returned when their tag falls asleep, and a cached block of nobody.
+        // Free segments, which are returned when their tag is put to sleep, and a cached block without a tag.
         let spare = [machine.allocate("kv", 13 * MIB, 0).unwrap(), machine.untagged(11 * MIB, 0).unwrap()];
         spare.into_iter().for_each(|block| machine.allocator.free(block).unwrap());
         machine.sleep(&TAGS, Keep::Host).unwrap();
@@ -78,7 +78,7 @@ fn failure<T>(outcome: Result<T>) -> Option<SleepFailure> {
     }
 }
 
-/// Falls asleep with faults, then without, and wakes. Returns whether a call was made to fail.
+/// Sleeps with faults, then without, and wakes. Returns whether a call was made to fail.
 fn sleep_with(kind: Kind, keep: Keep, plan: FaultPlan) -> bool {
     let scene = Scene::new(kind);
     let (outcome, faulted) = scene.call(plan, || scene.machine.sleep(&TAGS, keep));
@@ -92,7 +92,7 @@ fn sleep_with(kind: Kind, keep: Keep, plan: FaultPlan) -> bool {
                 assert_eq!(scene.machine.pinned(), 0, "{failure}");
                 scene.machine.sleep(&TAGS, keep).unwrap();
             } else {
-                // Undoing it failed: the contents are all there.
+                // Undoing the sleep failed, but all contents are present.
                 scene.machine.wake(&TAGS).unwrap();
                 scene.expect_contents(Keep::Host);
                 scene.machine.sleep(&TAGS, keep).unwrap();
@@ -108,7 +108,7 @@ fn sleep_with(kind: Kind, keep: Keep, plan: FaultPlan) -> bool {
     faulted
 }
 
-/// Falls asleep, wakes with faults, and then without. Returns whether a call was made to fail.
+/// Sleeps, wakes with faults, and then without. Returns whether a call was made to fail.
 fn wake_with(kind: Kind, keep: Keep, plan: FaultPlan) -> bool {
     let scene = Scene::new(kind);
     scene.machine.sleep(&TAGS, keep).unwrap();
@@ -119,7 +119,7 @@ fn wake_with(kind: Kind, keep: Keep, plan: FaultPlan) -> bool {
     if let Some(failure) = failure(outcome) {
         assert!(scene.is_asleep() && failure.is_undone && failure.call == SleepCall::Wake, "{failure}");
         assert_eq!(scene.machine.pinned(), pinned, "the host keeps the contents: {failure}");
-        // What the driver refuses to take back stays until the tags wake.
+        // Memory that the driver failed to release stays until the tags wake.
         assert!(!single || scene.machine.free() >= free_asleep, "{failure}");
         scene.machine.wake(&TAGS).unwrap();
     }
@@ -202,7 +202,7 @@ fn random_driver_calls_may_fail() {
 #[test]
 fn no_copy_is_under_way_after_a_sleep_that_could_not_wait_for_it() {
     let code = ErrorCode::Unknown(4242);
-    // A wait that fails once, or for good; and the wait for the device too, but for the one that comes first.
+    // A wait that fails once, or permanently; or the waits for the device too, except the first.
     let plans: [fn(ErrorCode) -> FaultPlan; 3] = [
         |code| FaultPlan::new().fail_nth(Call::StreamSynchronize, 1, code),
         |code| FaultPlan::new().fail_fraction(&[Call::StreamSynchronize], 1.0, 0, code),
@@ -220,7 +220,7 @@ fn no_copy_is_under_way_after_a_sleep_that_could_not_wait_for_it() {
                 assert!(faulted);
                 assert_eq!((failure.is_undone, scene.is_asleep()), (number < 2, number == 2), "{failure}");
                 if frees {
-                    // What is freed and returned to the driver is not read any more.
+                    // Memory that is freed and returned to the driver is not read any more.
                     let first = scene.blocks.remove(2);
                     scene.machine.allocator.free(first).unwrap();
                     for tag in TAGS {

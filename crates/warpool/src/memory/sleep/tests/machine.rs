@@ -55,7 +55,7 @@ impl Machine {
     }
 
     pub fn with(kind: Kind, config: SimConfig, capacity: u64, pinned: PinnedSettings) -> Self {
-        // Beside the allocator's memory there is room for the context and what checks contents.
+        // In addition to the allocator's memory there is room for the context and for checking contents.
         let mut config = config.with_capacity(capacity + 4 * MIB);
         config.devices[0].bytes_context = 2 * MIB;
         config.fresh_byte = 0xA5;
@@ -65,7 +65,7 @@ impl Machine {
         let device = instance.device(0).unwrap();
         let leases: Vec<StreamLease> = (0..3).map(|_| device.lease_stream().unwrap()).collect();
         let streams = leases.iter().map(|lease| lease.stream().clone()).collect();
-        // Those of the copies.
+        // The streams of the copies are created now.
         drop((0..8).map(|_| device.lease_stream().unwrap()).collect::<Vec<_>>());
         let contents = Contents::new(&sim, DEVICE);
         let settings = if kind == Kind::Expandable { "expandable_segments:True" } else { "" };
@@ -147,7 +147,7 @@ impl Machine {
         self.host.stats().active_bytes.current
     }
 
-    /// What the driver says is free.
+    /// The free bytes that the driver reports.
     pub fn free(&self) -> u64 {
         self.sim.mem_info(DEVICE).unwrap().bytes_free
     }

@@ -1,7 +1,7 @@
-//! Sleep and wake on the simulated GPU, which knows contents and order: a lost tag or a hazard is a defect.
+//! Sleep and wake on the simulated GPU, which tracks contents and order: a lost tag or a hazard is a defect.
 //!
-//! - `calls`: what each call answers in every state, step by step.
-//! - `faults`: every driver call of sleeping and waking fails, once and for good.
+//! - `calls`: the result of each call in every state, step by step.
+//! - `faults`: every driver call of sleeping and waking fails, once and permanently.
 //! - `large`: copies of more than one chunk.
 //! - `program`: random programs against a naive model; `defects`: deliberate defects are found by them.
 //!

@@ -217,7 +217,7 @@ impl Run<'_> {
             Ok(report) => {
                 for &tag in &tags {
                     let was = self.asleep.get(&tag).copied();
-                    // What sleeps already keeps its contents, unless they are discarded now.
+                    // A tag that is already asleep keeps its contents, unless they are discarded now.
                     let now = if was == Some(Keep::Discard) { Keep::Discard } else { keep };
                     self.asleep.insert(tag, now);
                     let discards = now == Keep::Discard && was != Some(Keep::Discard);
@@ -242,7 +242,7 @@ impl Run<'_> {
         }
     }
 
-    /// Wakes at once what fell asleep although that failed.
+    /// Wakes a tag at once that is asleep although the sleep failed.
     fn asleep_with_contents(&mut self, tag: usize) {
         self.failing.push(format!("wake {} after a failure", TAGS[tag]));
         if self.machine.wake(&[TAGS[tag]]).is_ok() {

@@ -111,16 +111,16 @@ pub struct Model {
     pools: BTreeMap<MemPoolId, Pool>,
     searches: BTreeMap<(MemPoolId, bool), u64>,
     next_age: u64,
-    /// The stream that captures, if one does.
+    /// The capturing stream, if there is one.
     pub capturing: Option<StreamId>,
     fences: Vec<Fence>,
     /// How many fences were recorded in each stream.
     pub recorded: BTreeMap<StreamId, u64>,
     /// How many of them have passed.
     pub passed: BTreeMap<StreamId, u64>,
-    /// Freed by destructors, without fences yet.
+    /// Blocks freed by destructors, without fences yet.
     unfenced: Vec<u64>,
-    /// Freed while one of their streams captured.
+    /// Blocks freed while one of their streams was capturing.
     deferred: Vec<u64>,
     pub retries: u64,
     pub ooms: u64,
@@ -151,7 +151,7 @@ impl Model {
     pub fn allocate(&mut self, pool: MemPoolId, stream: StreamId, bytes: u64, calls: &mut DriverCalls) -> Option<u64> {
         let captures = self.capturing == Some(stream);
         if captures {
-            // The graph goes on using what its capture frees.
+            // The graph continues to use the memory that its capture frees.
             self.pools.get_mut(&pool).expect("the pool exists").on_oom = false;
         } else {
             self.process_pending();

@@ -74,7 +74,8 @@ impl Model {
         self.merge(segment, index);
     }
 
-    /// Records fences for what destructors freed, then for what captures deferred, if they are over.
+    /// Records fences for blocks that destructors freed, then for frees that captures deferred, if the captures are
+    /// over.
     pub(super) fn retry_unfenced(&mut self) {
         for at in std::mem::take(&mut self.unfenced) {
             self.start_free(at);

@@ -84,7 +84,7 @@ impl Model {
             self.release(base, calls);
         }
         for segment in 0..self.segments.len() {
-            // A stream that captures cannot be waited for.
+            // A wait for a capturing stream is not possible.
             let busy = self.capturing == Some(self.segments[segment].stream);
             if self.segments[segment].pool == pool && self.segments[segment].chunk.is_some() && !busy {
                 self.unmap(segment, calls);
