@@ -1,5 +1,6 @@
 //! Caching switched off during captures, and frees of uncached memory that fail.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crate::common::launch::launch_graph;
@@ -10,7 +11,9 @@ use warpool::driver::{
     Call, CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, ErrorCode, Graphs as _, InstantiateOptions,
 };
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, Request, Route, Settings};
+use warpool::memory::{
+    Allocate as _, CachingAllocator, DeviceAllocator, HistoryOptions, MemPoolId, Request, Route, Settings,
+};
 use warpool::{Error, Instance};
 
 const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
@@ -173,4 +176,25 @@ fn memory_that_another_device_uses_is_freed_after_that() {
         drop(target);
         context.finish();
     }
+}
+
+/// Found by soak: the hook was called for a block that is in no segment, and its panic kept the free from looking for
+/// uncached memory.
+#[test]
+fn a_stack_hook_that_panics_does_not_lose_uncached_memory() {
+    let context = TestContext::new("");
+    let allocator = &context.allocator;
+    allocator.record_history(Some(HistoryOptions::default())).unwrap();
+    allocator.observers().set_stack_hook(Some(Arc::new(|| panic!("of the hook"))));
+    allocator.set_caching(false);
+    for way in 0..2 {
+        let block = allocator.allocate_raw(Request::new(FIRST, context.main.id(), MIB)).unwrap();
+        let freed = catch_unwind(AssertUnwindSafe(|| match way {
+            0 => allocator.free_on(FIRST, block.ptr).unwrap(),
+            _ => allocator.free(block).unwrap(),
+        }));
+        assert!(freed.is_ok(), "the hook is not called");
+        assert_eq!(context.sim.object_counts().allocations, 0);
+    }
+    allocator.observers().set_stack_hook(None);
 }

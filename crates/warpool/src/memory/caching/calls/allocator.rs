@@ -62,6 +62,11 @@ impl CachingDevice {
     /// `cold`: with a history on, this is the hot path.
     #[inline(never)]
     fn free_recorded(&self, to_free: ToFree<'_>, fence: impl FnOnce(&Self, BlockKey, &EntryDetails)) -> Freed {
+        // Entry details are collected only for a block of this device: if their hook panics, a caller that would look
+        // for the block elsewhere does not get there.
+        if self.read(|state| to_free.find(state.heap()).is_none()) {
+            return Freed::Unknown;
+        }
         let unwinds = OnUnwind::new(|| {
             self.change(|state| {
                 let freed = free_found(state, to_free, EntryDetails::not_recorded());
@@ -275,12 +280,8 @@ unsafe impl DeviceAllocator for CachingAllocator {
         if ptr.is_null() || self.instance().is_inherited() {
             return Ok(());
         }
-        // While a history is recorded, the device is found first, so that the entry details are collected only once.
-        let may_have = |device: &CachingDevice| {
-            !device.collects_details() || device.read(|state| state.heap().allocated_at(ptr).is_some())
-        };
         for device in &self.devices {
-            match if may_have(device) { device.free_at(ptr) } else { Freed::Unknown } {
+            match device.free_at(ptr) {
                 Freed::Unknown => {}
                 Freed::Completed | Freed::Pending => return Ok(()),
                 Freed::Held => return Err(Error::HeldByGraph { ptr }),
