@@ -37,12 +37,20 @@
 //!   [`generator`]: random numbers. [`graph`]: captures and replays.
 //!
 //! # No driver calls in destructors
-//! **No destructor in this crate calls the driver.** While a process exits, the driver may be unloaded already, and a
-//! call into it can crash or hang; a destructor cannot detect that (thread-local variables of the main thread are
+//! **Dropping a value of this crate makes no driver call.** While a process exits, the driver may be unloaded already,
+//! and a call into it can crash or hang; a destructor cannot detect that (thread-local variables of the main thread are
 //! destroyed at that time). So dropping a stream does nothing, dropping a lease or an event returns it to its pool,
-//! dropping a guard changes a thread-local variable, and dropping the last handle of an [`Instance`] leaves streams and
-//! events to the driver, which frees them with the device's context. To destroy them earlier there are
-//! [`EventPool::trim`] and [`Instance::close`]. A driver's own destructor may make calls.
+//! dropping a guard changes a thread-local variable or a counter, and dropping the last handle of an [`Instance`]
+//! leaves streams and events to the driver, which frees them with the device's context. To destroy them earlier there
+//! are [`EventPool::trim`] and [`Instance::close`].
+//!
+//! What a destructor may still do:
+//! - It reads the driver's clock if a history is recorded, and reports freed blocks to a driver that tracks
+//!   suballocations. `warpool-cuda` makes no CUDA call for either.
+//! - It runs user code: observers, decorators, the destructor of an upstream. These may make driver calls, and so may
+//!   the driver's own destructor.
+//! - One private guard calls the driver: it restores the thread's capture mode. It exists only inside a call, on the
+//!   stack.
 //!
 //! # Differences from PyTorch
 //! Streams and events behave like PyTorch's, except:

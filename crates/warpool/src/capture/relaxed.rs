@@ -7,8 +7,8 @@ use warpool_driver::{CaptureMode, Driver};
 use crate::Result;
 
 /// While this guard lives, driver calls of the calling thread invalidate no capture of another stream. Dropping it,
-/// also by a panic, restores the thread's capture mode. It is the only destructor of this crate that calls the driver,
-/// so keep it on the stack.
+/// also by a panic, restores the thread's capture mode. No other destructor of this crate calls the driver for an
+/// effect, so keep it on the stack of a call, and create none in a destructor.
 pub(crate) struct RelaxedMode<'a> {
     driver: &'a dyn Driver,
     before: CaptureMode,

@@ -63,7 +63,7 @@ impl Arena {
     /// The stripe that contains an address, if it is in the arena.
     #[inline]
     fn stripe(&self, ptr: DevicePtr) -> Option<&AtomicU64> {
-        // An address before the arena is a long way behind it.
+        // An address before the arena wraps around to one far after it.
         self.stripes.get((ptr.0.wrapping_sub(self.base) / STRIPE) as usize)
     }
 }

@@ -4,7 +4,7 @@
 //! empty addresses and take pages of other streams, and would have to wait for all work of those streams.
 //!
 //! A heap is adopted only if all work is done that may use its memory: that of its own stream, and what bystanders
-//! (`bystanders.rs`) had submitted when it was seen to be unused. So the new stream waits for nothing.
+//! (`bystanders.rs`) had submitted when it was seen to be unused. So the new stream does not wait.
 //!
 //! Which streams have gone cannot be asked. The heap that was not used for longest is adopted, by a stream that is new.
 //! If its stream comes back after that, it gets a heap that is not adopted again: so streams that live on, and free all

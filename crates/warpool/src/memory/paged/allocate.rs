@@ -140,7 +140,7 @@ impl PagedDevice {
             self.using(number);
             if has_segments {
                 let allocated = segments::allocate(self, request, pool, number, details);
-                // So may the source.
+                // The upstream may also have used other heaps.
                 self.using(number);
                 allocated
             } else {

@@ -38,7 +38,7 @@ pub(super) struct HeapCounters {
     added: [[u64; 3]; 2],
     /// The current values when it was last collected.
     collected: [Tally; 2],
-    /// So many blocks, and so many bytes, can be allocated at least before a value is a new highest one: small, large,
+    /// How many blocks and bytes can at least be allocated before a value is a new highest one: small, large,
     /// both. Frees give some back; set anew when one is used up.
     room: [[u64; 2]; 3],
 }

@@ -1,8 +1,9 @@
 //! One device of the paged allocator: its heaps, pages, pools and statistics, each under its own lock.
 //!
 //! Locks, in the order in which they are taken: the pages (held while the driver is called), the totals, a heap (a spin
-//! lock, held for one step, one at a time), the history. Pools, scopes and fences are taken alone, or while the pages
-//! are locked. User code runs with none of them.
+//! lock, held for one step), the history. A thread holds one heap at a time; only checkpoints lock all heaps of a pool,
+//! by ascending number. Pools, scopes and fences are taken alone, or while the pages are locked. User code runs with
+//! none of them.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -394,8 +395,8 @@ impl PagedDevice {
 
 /// Captures and pending frees.
 impl PagedDevice {
-    /// Reports an allocation to a driver that tracks suballocations: under the heap's lock, so that no other thread sees
-    /// a block as allocated which is not reported yet.
+    /// Reports an allocation to a driver that tracks suballocations: under the heap's lock, so that no other thread
+    /// sees a block as allocated which is not reported yet.
     #[inline]
     pub(super) fn report_allocated(&self, allocation: &Allocation) {
         if self.shared.tracks_suballocations {

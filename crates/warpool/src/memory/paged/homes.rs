@@ -1,6 +1,6 @@
 //! Statistics of the addresses that pages belong to: segments, and the bytes of each private pool.
 //!
-//! A *segment* of this allocator is a run of addresses with pages behind them in one range of a heap. Segments come and
+//! A *segment* of this allocator is a run of addresses with pages in one range of a heap. Segments come and
 //! go where pages do, in the slow path, so every figure here is exact. A peak includes pages that a request took and
 //! put back.
 
@@ -58,7 +58,7 @@ impl HomeCounters {
         }
     }
 
-    /// So many segments are now so many.
+    /// The number of segments changes.
     fn change_segments(&mut self, kind: SegmentKind, before: u64, after: u64) {
         if after > before {
             self.segments.increase(kind, after - before);

@@ -1,5 +1,6 @@
-//! Addresses of dropped allocators. A destructor calls no driver, so they are left here: the next paged allocator of
-//! the device that reserves addresses frees them first, or the end of the [`Instance`](crate::Instance) does.
+//! Addresses of dropped allocators. A destructor calls no driver, so they are left here. They are freed before a paged
+//! allocator of the same [`Instance`](crate::Instance) reserves addresses, or by
+//! [`Instance::close`](crate::Instance::close).
 
 use std::sync::Mutex;
 

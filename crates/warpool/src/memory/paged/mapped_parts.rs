@@ -9,7 +9,7 @@ use crate::{Error, Result, lock};
 
 impl PagedAllocator {
     /// The pages of the block that starts at `ptr`, in the order of their addresses; the first may begin before it, and
-    /// the last end behind it. They stay mapped there as long as the block is allocated. Empty if the block has no
+    /// the last end after it. They stay mapped there as long as the block is allocated. Empty if the block has no
     /// pages: it is in a pool with an upstream, or one whose blocks are whole segments.
     pub fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
         let (device, allocation) = self.locate(ptr)?;

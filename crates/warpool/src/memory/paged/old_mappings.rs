@@ -1,5 +1,6 @@
 //! Old mappings: pages that were taken from an address stay mapped there for a while, so that they can be taken back
-//! without a driver call. A page has only so many; the oldest is undone once the stream that used it has passed.
+//! without a driver call. A page has at most sixteen mappings; the oldest is undone once the stream that used it has
+//! passed.
 
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ use crate::{PooledEvent, Result, lock};
 /// At how many addresses a page may be mapped. A program whose sizes come back needs about as many as it has sizes.
 const MAPPED_MAX: usize = 16;
 
-/// How often events are recorded behind takes from a heap before the first of them have passed. Takes in between get
+/// How often events are recorded after takes from a heap before the first of them have passed. Takes in between get
 /// theirs after that: an old mapping then stays a little longer, which costs addresses, not memory.
 const OUTSTANDING_MAX: usize = 2;
 

@@ -53,7 +53,7 @@ struct Pool {
     used_anywhere: bool,
     /// Its heaps.
     heaps: BTreeSet<u32>,
-    /// Once it is released: events behind all work that may use its memory.
+    /// Once it is released: events after all work that may use its memory.
     passed: Option<Vec<Arc<PooledEvent>>>,
 }
 
@@ -247,7 +247,7 @@ impl Pools {
         !self.released.is_empty()
     }
 
-    /// Events behind all work that may use the memory of a released pool.
+    /// Events after all work that may use the memory of a released pool.
     pub(super) fn passed(&self, id: MemPoolId) -> Option<Vec<Arc<PooledEvent>>> {
         self.by_id.get(&id)?.passed.clone()
     }

@@ -190,10 +190,10 @@ impl MappedByChunk {
         *count = *count + u8::from(before.is_unmapped()) - u8::from(after.is_unmapped());
     }
 
-    /// In how many slots of each chunk nothing is mapped; behind the last one that was ever used, in all.
+    /// In how many slots of each chunk nothing is mapped; after the last chunk that was ever used, in all of them.
     pub(super) fn unmapped(&self) -> impl Iterator<Item = u32> {
-        let behind = std::iter::repeat(Self::SLOTS);
-        self.counts.iter().map(|&mapped| Self::SLOTS - u32::from(mapped)).chain(behind)
+        let unused = std::iter::repeat(Self::SLOTS);
+        self.counts.iter().map(|&mapped| Self::SLOTS - u32::from(mapped)).chain(unused)
     }
 }
 

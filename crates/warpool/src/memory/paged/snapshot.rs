@@ -1,4 +1,4 @@
-//! A device's state as plain data: a segment is a run of addresses with pages behind them.
+//! A device's state as plain data: a segment is a run of addresses with pages.
 
 use super::device::PagedDevice;
 use super::heap::{Block, Heap, State};
@@ -90,7 +90,7 @@ fn add_segments(
     }
 }
 
-/// `None` without pages behind it.
+/// `None` if it has no pages.
 fn state_of(block: &Block) -> Option<BlockState> {
     match block.state() {
         State::Allocated => Some(BlockState::ActiveAllocated),

@@ -1,6 +1,6 @@
 //! The state of one device: the heap, the pools, pending frees, statistics and history. Every method is one step under
-//! the device's lock. No driver calls here, but for the reports to a driver that tracks suballocations: under the lock, so
-//! that no other thread sees a block as allocated which is not reported yet.
+//! the device's lock. No driver calls here, except the reports to a driver that tracks suballocations: under the lock,
+//! so that no other thread sees a block as allocated which is not reported yet.
 
 mod checkpoint;
 mod counters;

@@ -425,7 +425,7 @@ impl Area {
         }
     }
 
-    /// Divides the block into pieces that end at the given addresses, with pages behind them or not.
+    /// Divides the block into pieces that end at the given addresses, each with pages or without.
     pub(super) fn end_filling(&mut self, blocks: &mut Blocks, mut id: u32, pieces: &[(u64, bool)]) {
         for &(end, has_pages) in pieces {
             let rest = (blocks.get(id).end() > end).then(|| blocks.split(id, end - blocks.get(id).addr));
@@ -439,7 +439,7 @@ impl Area {
         }
     }
 
-    /// Allocates `bytes` at `addr` of a block that has pages behind all of it and is in no list.
+    /// Allocates `bytes` at `addr` of a block that has pages for all of it and is in no list.
     pub(super) fn carve(&mut self, blocks: &mut Blocks, mut id: u32, addr: u64, bytes: u64) -> u32 {
         if blocks.get(id).addr < addr {
             let rest = blocks.split(id, addr - blocks.get(id).addr);
@@ -488,7 +488,7 @@ impl Area {
         self.ranges[range as usize].number
     }
 
-    /// Pages are behind a part of a hole again: it becomes free.
+    /// A part of a hole has pages again: it becomes free.
     pub(super) fn end_hole(&mut self, blocks: &mut Blocks, start: u64, end: u64) {
         let (_, &hole) = self.holes.range(..=start).next_back().expect("a hole at that address");
         let id = self.begin_filling(blocks, start, end, hole);

@@ -19,7 +19,7 @@ pub(in crate::memory::paged) enum State {
     Pending,
     /// Freed a moment ago, not merged with its neighbours yet.
     Recent,
-    /// Free, with pages behind all of it; in a bin.
+    /// Free, with pages for all of it; in a bin.
     Free,
     /// Addresses without pages of their own.
     Hole,
@@ -192,7 +192,7 @@ impl Blocks {
         self.unused = id;
     }
 
-    /// Splits off what begins `bytes` behind its start, as a new block behind it, in the same state.
+    /// Splits off what begins `bytes` after its start, as a new block after it, in the same state.
     #[inline]
     pub(super) fn split(&mut self, id: u32, bytes: u64) -> u32 {
         let (addr, rest, kind, range, state, next) = {
@@ -201,15 +201,15 @@ impl Blocks {
             block.bytes = bytes;
             (block.addr + bytes, rest, block.kind, block.range, block.state, block.next)
         };
-        let behind = self.add(addr, rest, kind, range, state);
-        let block = self.get_mut(behind);
+        let after = self.add(addr, rest, kind, range, state);
+        let block = self.get_mut(after);
         (block.prev, block.next) = (id, next);
-        self.get_mut(id).next = behind;
-        self.get_mut(next).prev = behind;
-        behind
+        self.get_mut(id).next = after;
+        self.get_mut(next).prev = after;
+        after
     }
 
-    /// Merges the block behind into `id`.
+    /// Merges the next block into `id`.
     #[inline]
     pub(super) fn merge_next(&mut self, id: u32) {
         let next = self.get(id).next;

@@ -1,7 +1,7 @@
 //! The heap of one stream and pool: address ranges, divided into blocks, in an area for small blocks and one for large
-//! ones. No driver calls; which pages are behind the addresses is the part of `pages/`.
+//! ones. No driver calls; `pages/` knows which pages are mapped there.
 //!
-//! A range is blocks without gaps. Free blocks have pages behind all of their bytes; holes begin and end at page
+//! A range is blocks without gaps. Free blocks have pages for all of their bytes; holes begin and end at page
 //! boundaries and have none of their own. Neighbouring free blocks are merged, neighbouring holes too. A block that
 //! was just freed is kept as it is for a moment (*recent*): the next request of its size takes it back.
 
@@ -536,14 +536,14 @@ impl Heap {
         area.begin_filling(blocks, start, end, anchor)
     }
 
-    /// Ends it: `pieces` are its parts by address, each with pages behind it or not.
+    /// Ends it: `pieces` are its parts by address, each with pages or without.
     pub(super) fn end_filling(&mut self, id: u32, pieces: &[(u64, bool)]) {
         let kind = self.blocks.get(id).kind;
         let (area, blocks) = self.area(kind);
         area.end_filling(blocks, id, pieces);
     }
 
-    /// The same, with pages behind all of it, of which a part is allocated at once. Returns that block.
+    /// The same if all of it has pages; a part of it is allocated at once. Returns that block.
     pub(super) fn end_filling_allocated(&mut self, id: u32, addr: u64, requested: u64) -> u32 {
         let kind = self.blocks.get(id).kind;
         let (area, blocks) = self.area(kind);
@@ -552,14 +552,14 @@ impl Heap {
         id
     }
 
-    /// The pages behind a part of a free block are taken away: it becomes a hole.
+    /// The pages of a part of a free block are taken away: it becomes a hole.
     pub(super) fn make_hole(&mut self, id: u32, start: u64, end: u64) {
         let kind = self.blocks.get(id).kind;
         let (area, blocks) = self.area(kind);
         area.make_hole(blocks, id, start, end);
     }
 
-    /// Pages are behind a part of a hole again.
+    /// A part of a hole has pages again.
     pub(super) fn end_hole(&mut self, kind: SegmentKind, start: u64, end: u64) {
         let (area, blocks) = self.area(kind);
         area.end_hole(blocks, start, end);
@@ -571,7 +571,7 @@ impl Heap {
         self.areas[block.kind as usize].range_number(block.range)
     }
 
-    /// Bytes with pages behind them that are not in use.
+    /// Bytes with pages that are not in use.
     pub(super) fn free_bytes(&self) -> u64 {
         let free = |block: &Block| matches!(block.state, State::Free | State::Recent);
         self.blocks.iter().filter(|(_, block)| free(block)).map(|(_, block)| block.bytes).sum()

@@ -163,7 +163,7 @@ impl PageTable {
         }
     }
 
-    /// The number behind that of the last page.
+    /// One more than the highest number of a page.
     pub(super) fn pages_end(&self) -> PageId {
         PageId::try_from(self.pages.len()).expect("fewer than 2^32 pages")
     }

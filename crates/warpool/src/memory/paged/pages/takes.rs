@@ -12,7 +12,7 @@ use crate::PooledEvent;
 pub(super) struct Takes {
     /// The number of takes since the last event.
     pub(super) current: u64,
-    /// Events, with the numbers of takes that they are behind.
+    /// Events, with the numbers of the takes before them.
     recorded: VecDeque<(u64, Vec<Arc<PooledEvent>>)>,
     /// The highest number that has passed.
     passed: u64,
@@ -35,19 +35,19 @@ impl Takes {
 }
 
 impl PageTable {
-    /// Events were recorded behind all work that used the pages taken from a heap so far.
+    /// Events were recorded after all work that used the pages taken from a heap so far.
     pub(in crate::memory::paged) fn takes_recorded(&mut self, heap: u32, events: Vec<Arc<PooledEvent>>) {
         let takes = self.takes.entry(heap).or_default();
         takes.recorded.push_back((takes.current, events));
         takes.begin_next();
     }
 
-    /// Whether pages were taken from a heap since an event was last recorded behind the work that used them.
+    /// Whether pages were taken from a heap since an event was last recorded after the work that used them.
     pub(in crate::memory::paged) fn has_takes_to_record(&self, heap: u32) -> bool {
         self.takes.get(&heap).is_some_and(|takes| takes.are_to_record)
     }
 
-    /// How many groups of events behind takes from a heap have not passed.
+    /// How many groups of events after takes from a heap have not passed.
     pub(in crate::memory::paged) fn takes_outstanding(&self, heap: u32) -> usize {
         self.takes.get(&heap).map_or(0, |takes| takes.recorded.len())
     }
@@ -68,7 +68,7 @@ impl PageTable {
         takes.begin_next();
     }
 
-    /// Whether an event is behind the work that used a page where it was taken from.
+    /// Whether an event was recorded after the work that used a page where it was taken from.
     pub(in crate::memory::paged) fn is_take_recorded(&self, page: PageId, slot: Slot) -> bool {
         let takes = self.takes.get(&self.range(slot.range).heap);
         let is_mapped = self.page(page).is_mapped_at(slot);

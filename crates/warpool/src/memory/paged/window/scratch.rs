@@ -31,7 +31,7 @@ impl<T: Copy + Default> Scratch<T> {
         &mut self.memory[self.len..self.len + items]
     }
 
-    /// Adds the first so many items of the [room](Self::room) behind the list.
+    /// Adds the first `items` items of the [room](Self::room) to the list.
     pub(super) fn grow(&mut self, items: usize) {
         debug_assert!(self.len + items <= self.memory.len(), "there is room for them");
         self.len += items;
