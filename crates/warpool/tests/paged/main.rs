@@ -2,9 +2,13 @@
 //! Random programs over it, with faults, captures, pools and threads, are in `warpool soak`; what holds for every
 //! allocator is in `uncached/allocators.rs`.
 
+#[path = "../common/sizes.rs"]
+mod sizes;
+
 mod checkpoint;
 mod history;
 mod out_of_memory;
+mod placement;
 mod statistics;
 mod streams;
 mod upstream;

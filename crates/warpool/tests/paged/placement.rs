@@ -1,0 +1,167 @@
+//! Placement of blocks and pages: short scripts in, pictures of the addresses out. Each test is a rule of
+//! `memory/paged/mod.rs`.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{DeviceId, DevicePtr, Streams as _};
+use warpool::memory::{
+    Allocation, BlockState, DeviceAllocator, MemPoolId, PageTotals, PagedAllocator, Request, SegmentInfo, Settings,
+    SnapshotOptions,
+};
+use warpool::{Device, Instance, Stream};
+
+use crate::sizes::{bytes, short};
+
+const DEVICE: DeviceId = DeviceId(0);
+
+/// A machine that runs scripts.
+///
+/// Steps: `a=10M` allocates under a name, `b=10M@2` on the second stream; `free a`; `wait` for all streams; `trim`. Sizes
+/// have the units K and M. A picture has a line for each stream that has pages, blocks by address, each with its name or
+/// `.` if free, and `_` for the holes between them.
+struct Script {
+    sim: Arc<SimDriver>,
+    device: Device,
+    paged: PagedAllocator,
+    streams: Vec<Stream>,
+    named: BTreeMap<String, Allocation>,
+}
+
+impl Script {
+    fn new(capacity: u64) -> Self {
+        let sim = Arc::new(SimDriver::new(SimConfig::default().with_capacity(capacity)));
+        let instance = Instance::new(sim.clone()).unwrap();
+        let device = instance.device(0).unwrap();
+        let streams = (0..3).map(|_| device.pool_stream().unwrap()).collect();
+        let paged = PagedAllocator::new(&instance, Settings::default()).unwrap();
+        Self { sim, device, paged, streams, named: BTreeMap::new() }
+    }
+
+    /// What the steps did: pages created, taken, taken back, mapped and unmapped.
+    fn run(&mut self, steps: &str) -> PageTotals {
+        let totals = |paged: &PagedAllocator| paged.page_stats(DEVICE).unwrap().totals;
+        let before = totals(&self.paged);
+        for step in steps.split(';').map(str::trim).filter(|step| !step.is_empty()) {
+            if let Some((name, size)) = step.split_once('=') {
+                let (size, stream) = size.split_once('@').unwrap_or((size, "1"));
+                let stream = &self.streams[stream.parse::<usize>().unwrap() - 1];
+                let request = Request::new(DEVICE, stream.id(), bytes(size));
+                self.named.insert(name.to_owned(), self.paged.allocate_raw(request).unwrap());
+            } else if let Some(name) = step.strip_prefix("free ") {
+                self.paged.free(self.named.remove(name).expect("it was allocated")).unwrap();
+            } else if step == "wait" {
+                self.device.synchronize().unwrap();
+            } else {
+                assert_eq!(step, "trim", "unknown step");
+                self.paged.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
+            }
+            self.paged.check();
+        }
+        assert_eq!(self.sim.hazards(), []);
+        let after = totals(&self.paged);
+        let mut done = after;
+        done.created -= before.created;
+        done.released -= before.released;
+        done.taken -= before.taken;
+        done.taken_back -= before.taken_back;
+        done.mapped -= before.mapped;
+        done.unmapped -= before.unmapped;
+        done
+    }
+
+    fn draw(&self) -> String {
+        let mut segments = self.paged.snapshot(SnapshotOptions::default()).unwrap().segments;
+        segments.sort_by_key(|segment| segment.address);
+        let lines = (1..).zip(&self.streams).filter_map(|(number, stream)| {
+            let raw = self.sim.stream_handle(stream.id()).unwrap().raw.0;
+            let of_stream: Vec<_> = segments.iter().filter(|segment| segment.stream == raw).collect();
+            (!of_stream.is_empty()).then(|| format!("{number}: {}", self.draw_stream(&of_stream)))
+        });
+        lines.collect::<Vec<_>>().join("\n")
+    }
+
+    fn draw_stream(&self, segments: &[&SegmentInfo]) -> String {
+        let (mut drawn, mut end) = (String::new(), None);
+        for segment in segments {
+            match end.map(|end| segment.address - end) {
+                None | Some(0) => {}
+                // Blocks up to 1 MiB have addresses of their own.
+                Some(gap) if gap > 1 << 29 => drawn.push(' '),
+                Some(gap) => write!(drawn, "_{}_", short(gap)).unwrap(),
+            }
+            for block in &segment.blocks {
+                let named = |(_, allocation): &(&String, &Allocation)| allocation.ptr == DevicePtr(block.address);
+                let name = match block.state {
+                    BlockState::Inactive => ".",
+                    _ => self.named.iter().find(named).map_or("?", |(name, _)| name),
+                };
+                write!(drawn, "[{name} {}]", short(block.size)).unwrap();
+            }
+            end = Some(segment.address + segment.total_size);
+        }
+        drawn
+    }
+}
+
+/// The picture after all steps, and what was done with pages: created, taken, taken back, mapped, unmapped.
+fn check(steps: &str, picture: &str, done: [u64; 5]) {
+    let mut script = Script::new(1 << 30);
+    let totals = script.run(steps);
+    let totals = [totals.created, totals.taken, totals.taken_back, totals.mapped, totals.unmapped];
+    assert_eq!((script.draw().as_str(), totals), (picture, done), "{steps}");
+}
+
+#[test]
+fn the_smallest_free_block_that_fits_is_cut() {
+    check("a=5M; b=1.5M; free a; c=2M", "1: [c 2M][. 3M][b 1536K][. 1536K]", [4, 0, 0, 4, 0]);
+    check("a=6M; x=2M; b=4M; y=2M; free a; free b; c=4M", "1: [. 6M][x 2M][c 4M][y 2M]", [7, 0, 0, 7, 0]);
+}
+
+#[test]
+fn small_blocks_have_addresses_of_their_own() {
+    check("a=500K; b=500K; c=2M", "1: [a 500K][b 500K][. 1048K] [c 2M]", [2, 0, 0, 2, 0]);
+}
+
+#[test]
+fn neighbours_share_a_page() {
+    check("a=5M; b=5M", "1: [a 5M][b 5M]", [5, 0, 0, 5, 0]);
+}
+
+#[test]
+fn free_pages_are_mapped_elsewhere_before_memory_grows() {
+    check("a=4M; b=4M; c=4M; free a; free c; d=8M", "1: [b 4M][d 8M]", [6, 2, 0, 8, 0]);
+}
+
+#[test]
+fn the_smallest_free_block_gives_its_pages_first() {
+    let picture = "1: [x 2M]_2M_[. 6M][y 2M]\n2: [c 6M]";
+    check("a=4M; x=2M; b=8M; y=2M; free a; free b; c=6M@2", picture, [8, 3, 0, 11, 0]);
+}
+
+#[test]
+fn own_pages_come_before_those_of_other_streams_and_new_ones_last() {
+    check("a=4M@2; b=4M; c=2M; free a; free b; d=6M", "1: [c 2M][d 6M]\n2: [. 2M]", [5, 3, 0, 8, 0]);
+    check("a=4M@2; b=4M; c=2M; free a; free b; d=10M", "1: [c 2M][d 10M]", [6, 4, 0, 10, 0]);
+}
+
+#[test]
+fn a_page_that_is_still_mapped_is_taken_back_without_a_driver_call() {
+    check("a=8M; free a; b=8M@2; free b; c=8M", "1: [c 8M]", [4, 8, 4, 8, 0]);
+}
+
+/// Beside `e`, one page more would be mapped; where `b` was, the first and the last page are shared, and none is new.
+#[test]
+fn a_window_that_needs_no_new_page_comes_before_one_that_needs_fewer_calls() {
+    let picture = "1: [a 5M][f 5M][c 5M][d 7M]";
+    check("a=5M; b=5M; c=5M; free b; d=7M; e=4M; free e; f=5M", picture, [11, 4, 0, 15, 2]);
+}
+
+#[test]
+fn a_trim_leaves_only_pages_in_use_and_their_addresses_serve_again() {
+    let steps = "a=8M; b=2M; free a; c=10M; free c; wait; trim";
+    check(steps, "1: [b 2M]", [6, 4, 0, 10, 9]);
+    check(&format!("{steps}; d=8M"), "1: [d 8M][b 2M]", [10, 4, 0, 14, 9]);
+}
