@@ -19,9 +19,9 @@ const DEVICE: DeviceId = DeviceId(0);
 
 /// A machine that runs scripts.
 ///
-/// Steps: `a=10M` allocates under a name, `b=10M@2` on the second stream; `free a`; `wait` for all streams; `trim`. Sizes
-/// have the units K and M. A picture has a line for each stream that has pages, blocks by address, each with its name or
-/// `.` if free, and `_` for the holes between them.
+/// Steps: `a=10M` allocates under a name, `b=10M@2` on the second stream; `free a`; `wait` for all streams; `trim`.
+/// Sizes have the units K and M. A picture has a line for each stream that has pages, blocks by address, each with its
+/// name or `.` if free, and `_` for the holes between them.
 struct Script {
     sim: Arc<SimDriver>,
     device: Device,
