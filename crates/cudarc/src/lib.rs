@@ -45,7 +45,7 @@
 //! A candle tensor cannot own Warpool's memory. candle (0.9.2, on cudarc 0.19) offers `Tensor::from_storage`, but its
 //! `CudaStorage` holds a `CudaSlice` by value, and a dropped `CudaSlice` is freed by cudarc with `cuMemFreeAsync`. That
 //! is an error for memory that was cut from a larger block or mapped, as Warpool's is, and there is no hook for another
-//! free. Its own operations allocate their results through `CudaStream::alloc` in any case. The other direction works:
+//! free. Its own operations always allocate their results through `CudaStream::alloc`. The other direction works:
 //! in a `CustomOp`, `CudaStorage::as_cuda_slice` gives cudarc slices to read, and a [`CudarcPool`] gives scratch
 //! memory. (candle's `cuda` feature needs `nvcc` to build, so it is not compiled here.)
 

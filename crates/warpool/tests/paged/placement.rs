@@ -8,8 +8,7 @@ use std::sync::Arc;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{DeviceId, DevicePtr, Streams as _};
 use warpool::memory::{
-    Allocation, BlockState, DeviceAllocator, MemPoolId, PageTotals, PagedAllocator, Request, SegmentInfo, Settings,
-    SnapshotOptions,
+    Allocation, BlockState, DeviceAllocator, MemPoolId, PagedAllocator, Request, SegmentInfo, Settings, SnapshotOptions,
 };
 use warpool::{Device, Instance, Stream};
 
@@ -40,10 +39,7 @@ impl Script {
         Self { sim, device, paged, streams, named: BTreeMap::new() }
     }
 
-    /// What the steps did: pages created, taken, taken back, mapped and unmapped.
-    fn run(&mut self, steps: &str) -> PageTotals {
-        let totals = |paged: &PagedAllocator| paged.page_stats(DEVICE).unwrap().totals;
-        let before = totals(&self.paged);
+    fn run(&mut self, steps: &str) {
         for step in steps.split(';').map(str::trim).filter(|step| !step.is_empty()) {
             if let Some((name, size)) = step.split_once('=') {
                 let (size, stream) = size.split_once('@').unwrap_or((size, "1"));
@@ -61,15 +57,6 @@ impl Script {
             self.paged.check();
         }
         assert_eq!(self.sim.hazards(), []);
-        let after = totals(&self.paged);
-        let mut done = after;
-        done.created -= before.created;
-        done.released -= before.released;
-        done.taken -= before.taken;
-        done.taken_back -= before.taken_back;
-        done.mapped -= before.mapped;
-        done.unmapped -= before.unmapped;
-        done
     }
 
     fn draw(&self) -> String {
@@ -109,7 +96,8 @@ impl Script {
 /// The picture after all steps, and what was done with pages: created, taken, taken back, mapped, unmapped.
 fn check(steps: &str, picture: &str, done: [u64; 5]) {
     let mut script = Script::new(1 << 30);
-    let totals = script.run(steps);
+    script.run(steps);
+    let totals = script.paged.page_stats(DEVICE).unwrap().totals;
     let totals = [totals.created, totals.taken, totals.taken_back, totals.mapped, totals.unmapped];
     assert_eq!((script.draw().as_str(), totals), (picture, done), "{steps}");
 }

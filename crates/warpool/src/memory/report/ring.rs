@@ -1,5 +1,5 @@
 //! The newest entries of a history, in a ring of fixed size. Most entries have no call stack and no text, so these are
-//! stored behind a pointer: an entry is smaller than a cache line, and recording it writes nothing else. Most frees are
+//! boxed: an entry is smaller than a cache line, and recording it writes nothing else. Most frees are
 //! completed at once: their two entries are stored as one.
 
 use super::Action;

@@ -89,8 +89,8 @@ impl CachingDevice {
         self.free(ToFree::Address(ptr), Self::fence_pending)
     }
 
-    /// Fences a block whose free is pending. It counts as freed in any case: a failure is retried by the next call,
-    /// which also returns an error that persists.
+    /// Fences a block whose free is pending. It counts as freed even if that fails: the next call tries again, and
+    /// returns an error that persists.
     #[cold]
     fn fence_pending(&self, block: BlockKey, details: &EntryDetails) {
         if let Err(error) = PendingFrees::new(self, details).fence_or_defer(block) {
