@@ -55,52 +55,6 @@ class RealTorch(unittest.TestCase):
         self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
         self.assertTrue(warpool.torch.enabled())
 
-    @isolated
-    def test_backend_of_another_version_changes_nothing(self) -> None:
-        import torch
-
-        with tempfile.TemporaryDirectory() as folder:
-            source, made = Path(folder) / "other.c", str(Path(folder) / "other.so")
-            names = ("error", "torch_version", "interface")
-            functions = [f'const char* warpool_backend_{name}(void) {{ return "2.3.0"; }}' for name in names]
-            source.write_text("\n".join(functions))
-            subprocess.run(["cc", "-shared", "-fPIC", "-o", made, str(source)], check=True)
-            os.environ["WARPOOL_BACKEND"] = made
-            with self.assertRaisesRegex(RuntimeError, "was built for PyTorch 2.3.0"):
-                warpool.torch.enable()
-        self.assertFalse(warpool.torch.enabled())
-        self.assertEqual(torch.cuda.get_allocator_backend(), "native")
-
-    @isolated
-    def test_library_of_another_version_changes_nothing(self) -> None:
-        import torch
-
-        from warpool import _native
-
-        with tempfile.TemporaryDirectory() as folder:
-            source, made = Path(folder) / "other.c", str(Path(folder) / "libwarpool_torch.so")
-            names = {*_native._STATUS, *_native._OTHERS} - {"warpool_version"}
-            functions = [f"int {name}(void) {{ return 1; }}" for name in sorted(names)]
-            source.write_text('const char* warpool_version(void) { return "0.0.1"; }\n' + "\n".join(functions))
-            subprocess.run(["cc", "-shared", "-fPIC", "-o", made, str(source)], check=True)
-            os.environ["WARPOOL_LIBRARY"] = made
-            with self.assertRaisesRegex(RuntimeError, "has version 0.0.1.*install both from one version"):
-                warpool.torch.enable()
-        self.assertFalse(warpool.torch.enabled())
-        self.assertEqual(torch.cuda.get_allocator_backend(), "native")
-
-    @isolated
-    def test_cache_folder_that_cannot_be_written_changes_nothing(self) -> None:
-        import torch
-
-        os.environ.pop("WARPOOL_BACKEND", None)
-        _backend._READY = Path("/nonexistent")
-        os.environ["WARPOOL_CACHE"] = "/proc/warpool"
-        with self.assertRaisesRegex(warpool.Error, "Set WARPOOL_CACHE"):
-            warpool.torch.enable()
-        self.assertFalse(warpool.torch.enabled())
-        self.assertEqual(torch.cuda.get_allocator_backend(), "native")
-
     def test_build_that_is_killed_is_repeated(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             code = (

@@ -11,13 +11,9 @@ import threading
 import time
 import types
 import unittest
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-from isolated import isolated
-from test_enable import fake_torch
 
 import warpool.torch
 from warpool import _backend, _command
@@ -47,7 +43,7 @@ class Folder(unittest.TestCase):
         self.enterContext(mock.patch.dict(os.environ, environment))
         self.ready = self.folder / "backends"
         self.enterContext(mock.patch.object(_backend, "_READY", self.ready))
-        for name in ("WARPOOL_BACKEND", "CUDA_HOME", "CUDA_PATH", "WARPOOL_TORCH"):
+        for name in ("WARPOOL_BACKEND", "CUDA_HOME", "CUDA_PATH"):
             os.environ.pop(name, None)
         self.enterContext(contextlib.redirect_stderr(io.StringIO()))
 
@@ -61,10 +57,7 @@ class Folder(unittest.TestCase):
         return value
 
     def build(self) -> Path:
-        found = _backend.find(self.torch)
-        if not found.ready:
-            _backend.build(self.torch, found.path)
-        return found.path
+        return _backend.get(self.torch).path
 
     def compilations(self) -> int:
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
@@ -117,9 +110,9 @@ class Build(Folder):
         code = (
             "import pathlib, types, sys; sys.path.insert(0, {!r}); from warpool import _backend\n"
             "torch = types.SimpleNamespace(__version__={!r}, __file__={!r})\n"
-            "_backend.build(torch, pathlib.Path({!r}))"
+            "_backend._build(torch, pathlib.Path({!r}))"
         )
-        path = str(_backend.find(self.torch).path)
+        path = str(_backend.get(self.torch, may_build=False).path)
         package = str(Path(warpool.torch.__file__).parents[1])
         code = code.format(package, self.torch.__version__, self.torch.__file__, path)
         process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, start_new_session=True)
@@ -128,7 +121,7 @@ class Build(Folder):
             time.sleep(0.01)
         os.killpg(process.pid, 9)
         process.wait()
-        self.assertFalse(_backend.find(self.torch).ready)
+        self.assertFalse(_backend.get(self.torch, may_build=False).ready)
         self.write_compiler(_MAKE)
         self.assertEqual(self.build().read_text(), "made\n")
 
@@ -136,7 +129,7 @@ class Build(Folder):
         self.write_compiler('echo "memory.cpp:7: error: no such thing"; exit 1')
         with self.assertRaisesRegex(_backend.Unavailable, "no such thing"):
             self.build()
-        self.assertFalse(_backend.find(self.torch).ready)
+        self.assertFalse(_backend.get(self.torch, may_build=False).ready)
 
     def test_what_is_missing_is_named(self) -> None:
         (self.headers / "crt" / "host_defines.h").unlink()
@@ -147,7 +140,7 @@ class Build(Folder):
         with self.assertRaisesRegex(_backend.Unavailable, "no C\\+\\+ compiler.*set CXX"):
             self.build()
         self.torch.__version__ = "2.8.0"
-        with self.assertRaisesRegex(_backend.Unavailable, "2.9 to 2.15, and this is 2.8.0"):
+        with self.assertRaisesRegex(_backend.Unavailable, "no backend for PyTorch 2.8.0.*2.9 to 2.15: install"):
             self.build()
         os.environ["WARPOOL_BACKEND"] = str(self.folder / "nothing.so")
         with self.assertRaisesRegex(warpool.Error, "not a file"):
@@ -188,6 +181,10 @@ class Commands(Folder):
         self.assertEqual(status, 0, text)
         self.assertRegex(text, "not built yet.*\n.*would build it first")
         self.assertEqual(self.compilations(), 0)
+        os.environ["CXX"] = "no-such-compiler"
+        status, text = self.run_command("status")
+        self.assertEqual(status, 1)
+        self.assertRegex(text, "no C\\+\\+ compiler.*This package has no ready backends")
 
     def test_status_as_json(self) -> None:
         status, text = self.run_command("status", "--json")
@@ -208,35 +205,7 @@ class Commands(Folder):
         self.torch.__version__ = "2.7.0"
         status, text = self.run_command("status")
         self.assertEqual(status, 1)
-        self.assertIn("no backend: the backend is written for PyTorch 2.9 to 2.15", text)
-
-
-class Choice(unittest.TestCase):
-    @isolated
-    def test_pluggable_interface_is_the_last_resort_with_a_warning(self) -> None:
-        torch = fake_torch()
-        with self.assertWarnsRegex(RuntimeWarning, "pluggable interface, because.*MemPool.*pinned memory"):
-            warpool.torch.enable()
-        self.assertEqual(torch.cuda.memory_allocated(), 0)
-
-    @isolated
-    def test_pluggable_interface_can_be_chosen(self) -> None:
-        fake_torch()
-        os.environ["WARPOOL_TORCH"] = "pluggable"
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warpool.torch.enable()
-        self.assertTrue(warpool.torch.enabled())
-
-    @isolated
-    def test_backend_can_be_required(self) -> None:
-        torch = fake_torch()
-        for chosen, why in (("backend", "there is no backend"), ("other", "choose backend")):
-            os.environ["WARPOOL_TORCH"] = chosen
-            with self.assertRaisesRegex(warpool.Error, why):
-                warpool.torch.enable()
-            self.assertFalse(warpool.torch.enabled())
-        self.assertEqual(torch._C._cuda_memoryStats(0), "native")
+        self.assertRegex(text, "error: there is no backend for PyTorch 2.7.0.*2.9 to 2.15")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,8 +33,8 @@ _FLAGS = ("-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,--no-as-needed"
 _LIBRARIES = ("c10", "c10_cuda", "torch_cpu")
 
 
-class Unavailable(Exception):
-    """There is no backend for this PyTorch here, and none can be built. The text says what is missing."""
+class Unavailable(Error):
+    """A backend cannot be built. The text says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,35 @@ def version(torch: Any) -> Tuple[int, int]:
     return int(major), int("".join(digit for digit in minor if digit.isdigit()))
 
 
-def find(torch: Any) -> Found:
-    """The backend for this PyTorch: WARPOOL_BACKEND, else the wheel's, else that of the cache folder, which may have to
-    be built."""
+def get(torch: Any, may_build: bool = True) -> Found:
+    """The backend for this PyTorch. One that is not ready is built, or if it may not be, what that needs is looked for.
+    Raises `Error` with what to do if it cannot be built."""
+    try:
+        found = _find(torch)
+        if found.ready:
+            return found
+        if not may_build:
+            command(torch)
+            return found
+        _build(torch, found.path)
+        return _find(torch)
+    except Unavailable as error:
+        ready = ", ".join(_dotted(each) for each in _ready_versions())
+        ready = f"ready backends for PyTorch {ready}" if ready else "no ready backends"
+        raise Unavailable(
+            f"there is no backend for PyTorch {torch.__version__}, and none can be built: {error}. Then call enable() "
+            f"again, or run `python -m warpool.torch build` first. This package has {ready}"
+        ) from error
+
+
+def _ready_versions() -> List[Tuple[int, int]]:
+    """The versions of PyTorch that the package has backends for."""
+    names = (re.fullmatch(r"libwarpool_backend-(\d+)\.(\d+)\.so", path.name) for path in _READY.glob("*"))
+    return sorted((int(name[1]), int(name[2])) for name in names if name)
+
+
+def _find(torch: Any) -> Found:
+    """WARPOOL_BACKEND, else the wheel's backend, else that of the cache folder, which may have to be built."""
     named = os.environ.get("WARPOOL_BACKEND")
     if named:
         if not Path(named).is_file():
@@ -65,10 +92,7 @@ def find(torch: Any) -> Found:
     if packaged.is_file():
         return Found(packaged, True, "it is in the installed package")
     if not _OLDEST <= found <= _NEWEST:
-        raise Unavailable(
-            f"the backend is written for PyTorch {_dotted(_OLDEST)} to {_dotted(_NEWEST)}, and this is "
-            f"{torch.__version__}"
-        )
+        raise Unavailable(f"it is written for {_dotted(_OLDEST)} to {_dotted(_NEWEST)}: install one of these versions")
     cached = cache_folder() / f"{name}-{_key(torch)}.so"
     if cached.is_file():
         return Found(cached, True, "it was built before")
@@ -83,7 +107,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warpool"
 
 
-def build(torch: Any, path: Path) -> None:
+def _build(torch: Any, path: Path) -> None:
     """Compiles the backend to `path`. Processes that start at once wait for one of them; a killed one leaves nothing
     that is used."""
     compiler, compile_command = command(torch)
@@ -149,7 +173,7 @@ def command(torch: Any) -> Tuple[str, List[str]]:
         raise Unavailable(f"there is no C++ compiler ({compiler}): install one, or set CXX")
     root = Path(torch.__file__).resolve().parent
     if not (root / "include" / "c10").is_dir() or not (root / "lib" / "libc10_cuda.so").is_file():
-        raise Unavailable(f"PyTorch's headers and libraries are not in {root}")
+        raise Unavailable(f"PyTorch's headers and libraries are not in {root}: install its wheel")
     sources = [source for source in _sources() if source.suffix == ".cpp"]
     includes = [root / "include", *_cuda_includes(root)]
     parts = [*compiler.split(), *_FLAGS, _standard(torch), f"-I{_SOURCES}"]
@@ -191,7 +215,7 @@ def _compile(command: List[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode != 0:
         lines = [line for line in done.stdout.splitlines() if "error" in line] or done.stdout.splitlines()
-        raise Unavailable("the backend does not compile: " + "\n".join(lines[:5]))
+        raise Unavailable("it does not compile; another compiler may (CXX): " + "\n".join(lines[:5]))
 
 
 def _key(torch: Any) -> str:

@@ -26,8 +26,6 @@ def main(arguments: Optional[List[str]] = None) -> int:
         status = _status(build=chosen.command == "build")
     except ImportError as error:
         return _failed(chosen.json, f"PyTorch cannot be imported: {error}")
-    except _backend.Unavailable as error:
-        return _failed(chosen.json, f"no backend: {error}", "enable() would use PyTorch's pluggable interface")
     except Error as error:
         return _failed(chosen.json, f"error: {error}")
     if chosen.json:
@@ -46,10 +44,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
 def _status(build: bool) -> Dict[str, Any]:
     """What `enable()` would use; a backend that is ready was loaded."""
     torch = importlib.import_module("torch")
-    found = _backend.find(torch)
-    if build and not found.ready:
-        _backend.build(torch, found.path)
-        found = _backend.find(torch)
+    found = _backend.get(torch, may_build=build)
     if found.ready:
         _backend.check(found.path, torch)
     return {
@@ -63,9 +58,9 @@ def _status(build: bool) -> Dict[str, Any]:
     }
 
 
-def _failed(as_json: bool, *lines: str) -> int:
+def _failed(as_json: bool, text: str) -> int:
     if as_json:
-        print(json.dumps({"error": " ".join(lines)}))
+        print(json.dumps({"error": text}))
     else:
-        print("\n".join(lines), file=sys.stderr)
+        print(text, file=sys.stderr)
     return 1

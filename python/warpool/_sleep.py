@@ -93,8 +93,8 @@ def tag(name: str, device: Optional[int] = None) -> Iterator[None]:
     """Tensors that the calling thread allocates on the device in this scope carry the tag.
 
     The device is the current one by default. Scopes may be nested: the newest counts. A `torch.cuda.MemPool` or a
-    capture that is open comes first. A capture that begins in this scope carries the tag itself; with the backend, a
-    `MemPool` that is first used in it does too.
+    capture that is open comes first. A capture that begins in this scope carries the tag itself, as does a `MemPool`
+    that is first used in it.
     """
     if device is None:
         device = importlib.import_module("torch").cuda.current_device()

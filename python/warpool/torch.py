@@ -1,9 +1,7 @@
 """Warpool as PyTorch's CUDA allocator: call `warpool.torch.enable()` before CUDA is used.
 
-It implements PyTorch's own allocator classes (`_backend.py`), so PyTorch's functions reach it with nothing replaced. If
-no backend can be had for this PyTorch, the pluggable interface is used, with a warning: then `_bindings.py` replaces
-PyTorch's memory functions, `_unsupported.py` what cannot work. A call of `enable` that fails has changed nothing in
-PyTorch and can be repeated.
+It implements PyTorch's own allocator classes (`_backend.py`), so PyTorch's functions reach it with nothing replaced. A
+call of `enable` that fails has changed nothing in PyTorch and can be repeated.
 
 `python -m warpool.torch build` compiles the backend ahead, `python -m warpool.torch status` tells what would be used.
 """
@@ -12,10 +10,9 @@ import importlib
 import os
 import sys
 import threading
-import warnings
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Optional
 
-from . import _backend, _bindings, _native, _unsupported
+from . import _backend, _native
 from ._native import Error
 from ._sleep import SleepReport, TagInfo, prepare_sleep, sleep, tag, tags, wake
 
@@ -38,24 +35,6 @@ __all__ = [
 # The backend if the settings name none. The shared object uses PyTorch's placement where a GPU cannot map pages.
 _DEFAULT_BACKEND = "paged"
 
-# PyTorch's setter, and our function for it.
-_HOOKS = {
-    "set_init_fn": "warpool_init",
-    "set_reset_fn": "warpool_reset",
-    "set_memory_fraction_fn": "warpool_memory_fraction",
-    "set_base_alloc_fn": "warpool_base_alloc",
-    "set_record_stream_fn": "warpool_record_stream",
-    "set_begin_allocate_to_pool": "warpool_begin_allocate_to_pool",
-    "set_end_allocate_to_pool_fn": "warpool_end_allocate_to_pool",
-    "set_release_pool": "warpool_release_pool",
-}
-
-# Features that do not work through the pluggable interface.
-_LOST = (
-    "torch.cuda.MemPool, graph trees of torch.compile, cuDNN's benchmark mode, tensors shared between processes, "
-    "out-of-memory observers, C++ stacks, the profiler's memory, and pinned memory (PyTorch's own is used)"
-)
-
 _enable_lock = threading.Lock()
 
 
@@ -67,8 +46,7 @@ def _forget_lock() -> None:
 
 os.register_at_fork(after_in_child=_forget_lock)
 
-# The backend's path, or PyTorch's pluggable allocator. Kept until the process ends: every tensor is freed through it.
-_allocator: Optional[Any] = None
+_enabled = False
 
 
 def enable(conf: Optional[str] = None) -> None:
@@ -82,16 +60,15 @@ def enable(conf: Optional[str] = None) -> None:
     `backend` in the settings chooses the allocator: `paged`, the default, is Warpool's own, which reserves little more
     than is allocated; `native` places memory as PyTorch does, `expandable` is the same with expandable segments.
 
-    The first call for a version of PyTorch that the package has no backend for compiles one, into a cache folder. With
-    WARPOOL_TORCH=pluggable in the environment, the pluggable interface is used without trying that.
+    The first call for a version of PyTorch that the package has no backend for compiles one, into a cache folder.
 
     Raises RuntimeError if CUDA is in use already, if it was called before, or if PyTorch has no CUDA; ImportError if
-    PyTorch is not installed; `Error` if the settings are invalid, the driver cannot be opened, or the cache folder
-    cannot be written.
+    PyTorch is not installed; `Error` if the settings are invalid, the driver cannot be opened, there is no backend and
+    none can be built, or the cache folder cannot be written.
     """
-    global _allocator
+    global _enabled
     with _enable_lock:
-        if _allocator is not None:
+        if _enabled:
             raise RuntimeError(
                 "warpool.torch.enable() has been called before: Warpool is PyTorch's allocator already. "
                 "Use warpool.torch.set_settings() to change settings"
@@ -103,12 +80,13 @@ def enable(conf: Optional[str] = None) -> None:
                 f"the driver is {_native.driver()!r}, whose memory the GPU cannot access, and PyTorch has a GPU here: "
                 "unset WARPOOL_DRIVER"
             )
-        _allocator = _install_backend(torch) or _install_pluggable(torch)
+        _install(torch)
+        _enabled = True
 
 
 def enabled() -> bool:
     """Whether Warpool is PyTorch's allocator in this process."""
-    return _allocator is not None
+    return _enabled
 
 
 def settings() -> str:
@@ -146,7 +124,7 @@ def _torch_before_cuda() -> Any:
         if error.name != "torch":
             raise
         raise ImportError("PyTorch is not installed, and warpool.torch needs it: install torch with CUDA") from error
-    if getattr(torch.version, "cuda", None) is None or not hasattr(torch._C, "_cuda_customAllocator"):
+    if getattr(torch.version, "cuda", None) is None:
         raise RuntimeError(
             f"this PyTorch ({torch.__version__}) was built without CUDA, so it has no CUDA allocator to replace: "
             "install a build of torch for CUDA (Linux)"
@@ -178,28 +156,9 @@ def _start(conf: Optional[str]) -> None:
             del os.environ["WARPOOL_CONF"]
 
 
-def _install_backend(torch: Any) -> Optional[str]:
-    """Installs the backend and returns its path; None, after a warning, if there is none for this PyTorch."""
-    chosen = os.environ.get("WARPOOL_TORCH", "")
-    if chosen == "pluggable":
-        return None
-    if chosen not in ("", "backend"):
-        raise Error(f"WARPOOL_TORCH is {chosen!r}: choose backend, the default, or pluggable")
-    try:
-        found = _backend.find(torch)
-        if not found.ready:
-            _backend.build(torch, found.path)
-    except _backend.Unavailable as error:
-        if chosen == "backend":
-            raise Error(f"there is no backend: {error}") from error
-        _unsupported.warn_benchmark(torch)
-        warnings.warn(
-            f"Warpool uses PyTorch's pluggable interface, because {error}. What does not work: {_LOST}. "
-            "WARPOOL_TORCH=pluggable chooses this without a warning",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return None
+def _install(torch: Any) -> None:
+    """Installs the backend for this PyTorch, which is built if need be."""
+    found = _backend.get(torch)
     try:
         _backend.install(found.path, torch)
     except Error as error:
@@ -207,48 +166,6 @@ def _install_backend(torch: Any) -> Optional[str]:
             f"PyTorch did not accept another allocator: {error}. Call warpool.torch.enable() right after `import "
             "torch`, and nothing else that replaces the allocator"
         ) from error
-    return str(found.path)
-
-
-def _install_pluggable(torch: Any) -> Any:
-    """Installs Warpool through the pluggable interface and returns PyTorch's allocator object."""
-    allocator, changes = _build(torch), _changes(torch)
-    _unsupported.switch_benchmark_off(torch)
-    # Nothing may fail after this call, since it cannot be undone.
-    try:
-        torch.cuda.memory.change_current_allocator(allocator)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"PyTorch did not accept another allocator ({_first_line(error)}): its own has been used, or it was "
-            "replaced before. Call warpool.torch.enable() right after `import torch`, and nothing else that "
-            "replaces the allocator"
-        ) from error
-    for owner, name, value in changes:
-        setattr(owner, name, value)
-    return allocator
-
-
-def _build(torch: Any) -> Any:
-    """PyTorch's allocator object around our functions, with all hooks set."""
-    addresses: Dict[str, int] = {setter: _native.address(name) for setter, name in _HOOKS.items()}
-    allocator = torch.cuda.memory.CUDAPluggableAllocator(_native.library_path(), "warpool_malloc", "warpool_free")
-    for setter, value in addresses.items():
-        getattr(allocator.allocator(), setter)(value)
-    return allocator
-
-
-def _changes(torch: Any) -> List[Tuple[Any, str, Any]]:
-    """All replacements in PyTorch, as (owner, name, value)."""
-    replacements = {**_bindings.BINDINGS, **_unsupported.BINDINGS}
-    settings_name = "_accelerator_setAllocatorSettings"
-    replacements[settings_name] = _bindings.set_allocator_settings(getattr(torch._C, settings_name, None))
-    # A binding that this PyTorch does not have is not called either.
-    bindings = [(torch._C, name, value) for name, value in replacements.items() if hasattr(torch._C, name)]
-    return bindings + _unsupported.other_replacements(torch)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ const INTERVAL: Duration = Duration::from_secs(60);
 /// A program draws a machine, an allocator with settings and some hundred steps, and makes them: allocations on several
 /// devices and streams, uses by other streams, private pools, captures and replays, limits, trims, checkpoints. Driver
 /// calls and callbacks are made to fail. It checks the contents of every block, the hazard log of the simulated GPU,
-/// statistics against a naive allocation table, invariants, errors without a cause, calls that do not return, objects
+/// statistics against a naive allocation table, addresses against a naive model of PyTorch's allocator, the results of
+/// replays against the same work on the host, invariants, errors without a cause, calls that do not return, objects
 /// left in the driver at the end, and the memory of this process.
 ///
 /// The run stops at the first violation and shows the command that runs only that program again.
@@ -25,7 +26,8 @@ const INTERVAL: Duration = Duration::from_secs(60);
 /// threads, so their interleaving differs from run to run; all others do the same in every run.
 ///
 /// Memory: after the warm-up (a quarter of the time, at most five minutes) the resident memory of this process may
-/// exceed the maximum of the warm-up by a tenth and 64 MiB; more is a violation.
+/// exceed the maximum of the warm-up by a tenth and 64 MiB; more is a violation. It is read when a campaign's turn of
+/// half a second ends, after the C library's heap has returned what it holds for later.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 #[command(after_help = format!("Campaigns: {}\n\n\

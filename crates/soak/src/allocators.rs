@@ -18,6 +18,15 @@ use crate::rng::Rng;
 
 const MIB: u64 = 1 << 20;
 
+/// Which kinds of allocators a program may draw.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Allocators {
+    All,
+    Caching,
+    /// Without a limit, and with default settings.
+    Paged,
+}
+
 /// The allocator under test.
 pub struct Subject {
     /// The outermost one, which the program calls.
@@ -26,6 +35,8 @@ pub struct Subject {
     pub caching: Option<Arc<CachingAllocator>>,
     /// The paged allocator inside, if it is one.
     pub paged: Option<Arc<PagedAllocator>>,
+    /// The size of the largest pages, if it is one.
+    pub page_bytes_max: u64,
     /// The decorator that limits, if there is one.
     pub limited: Option<Arc<Limited>>,
     /// The source of memory of an external allocator.
@@ -38,13 +49,21 @@ impl Subject {
         self.allocator.pools().is_ok()
     }
 
-    /// Any kind of allocator; only the caching one if `caching`.
-    pub fn draw(context: &mut Context, machine: &Machine, caching: bool) -> Self {
+    pub fn draw(context: &mut Context, machine: &Machine, allocators: Allocators) -> Self {
         let (instance, rng) = (&machine.instance, &mut context.rng);
-        let kind = if caching { 0 } else { rng.below(10) };
-        let settings = draw_settings(rng);
-        let mut subject =
-            Self { allocator: placeholder(machine), caching: None, paged: None, limited: None, external: None };
+        let (kind, settings) = match allocators {
+            Allocators::All => (rng.below(10), draw_settings(rng)),
+            Allocators::Caching => (0, draw_settings(rng)),
+            Allocators::Paged => (8, Settings::default()),
+        };
+        let mut subject = Self {
+            allocator: placeholder(machine),
+            caching: None,
+            paged: None,
+            page_bytes_max: 0,
+            limited: None,
+            external: None,
+        };
         subject.allocator = match kind {
             0..6 => {
                 let caching = Arc::new(CachingAllocator::new(instance, settings.clone()));
@@ -53,7 +72,9 @@ impl Subject {
             }
             6 => Arc::new(DriverPoolAllocator::with_settings(instance, settings.clone())),
             8.. => {
-                let paged = Arc::new(draw_paged(rng, instance, settings.clone()));
+                let (paged, page_bytes_max) = draw_paged(rng, instance, settings.clone());
+                let paged = Arc::new(paged);
+                subject.page_bytes_max = page_bytes_max;
                 subject.paged = Some(paged.clone());
                 paged
             }
@@ -65,7 +86,7 @@ impl Subject {
             }
         };
         let decorator = rng.below(6);
-        if decorator == 0 {
+        if decorator == 0 && allocators != Allocators::Paged {
             let limited = Arc::new(Limited::new(subject.allocator, rng.pick(&[20, 100, 400]) * MIB));
             subject.limited = Some(limited.clone());
             subject.allocator = limited;
@@ -130,12 +151,18 @@ pub fn draw_settings(rng: &mut Rng) -> Settings {
     }
 }
 
-/// A paged allocator which on devices this small has pages of several slots too.
-pub fn draw_paged(rng: &mut Rng, instance: &Instance, settings: Settings) -> PagedAllocator {
+/// A paged allocator which on devices this small has pages of several slots too, and the size of the largest.
+pub fn draw_paged(rng: &mut Rng, instance: &Instance, settings: Settings) -> (PagedAllocator, u64) {
     let paged = PagedAllocator::new(instance, settings).unwrap();
     let pairs_from = rng.pick(&[0, 60 * MIB, u64::MAX]);
-    paged.set_page_sizes(pairs_from, pairs_from.max(rng.pick(&[0, 120 * MIB, u64::MAX])));
-    paged
+    let fours_from = pairs_from.max(rng.pick(&[0, 120 * MIB, u64::MAX]));
+    paged.set_page_sizes(pairs_from, fours_from);
+    let slots_max = match (pairs_from, fours_from) {
+        (u64::MAX, _) => 1,
+        (_, u64::MAX) => 2,
+        _ => 4,
+    };
+    (paged, slots_max * 2 * MIB)
 }
 
 /// An address that no upstream may return: a block there would wrap around the end of the address space.

@@ -2,7 +2,7 @@
 
 use crate::context::Context;
 use crate::device::{self, Mix};
-use crate::{host, lifetime, recordings, sleep, streams, threads, typed};
+use crate::{host, lifetime, placement, recordings, replays, sleep, streams, threads, typed};
 
 /// A kind of programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -27,13 +27,22 @@ pub enum Campaign {
     Typed,
     /// Tags that sleep and wake, with large segments of odd sizes.
     Sleep,
+    /// The caching allocator's addresses and driver calls, compared with a naive model of PyTorch's allocator.
+    Placement,
+    /// The paged allocator on a device of few pages, which heaps take from each other.
+    Pages,
+    /// Work on several streams and threads, captured and replayed, compared with doing it one after the other.
+    Replays,
 }
 
 impl Campaign {
     /// All of them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 12] = [
         Self::Device,
+        Self::Placement,
+        Self::Pages,
         Self::Captures,
+        Self::Replays,
         Self::Streams,
         Self::Typed,
         Self::Sleep,
@@ -52,6 +61,9 @@ impl Campaign {
             Self::Streams => "streams",
             Self::Typed => "typed",
             Self::Sleep => "sleep",
+            Self::Placement => "placement",
+            Self::Pages => "pages",
+            Self::Replays => "replays",
             Self::Host => "host",
             Self::Threads => "threads",
             Self::Lifetime => "lifetime",
@@ -79,6 +91,9 @@ impl Campaign {
             Self::Streams => streams::run(context),
             Self::Typed => typed::run(context),
             Self::Sleep => sleep::run(context),
+            Self::Placement => placement::run(context),
+            Self::Pages => device::run(context, Mix::Pages),
+            Self::Replays => replays::run(context),
             Self::Host => host::run(context),
             Self::Threads => threads::run(context),
             Self::Lifetime => lifetime::run(context),

@@ -1,6 +1,10 @@
 //! Counts of what programs did.
 
+use std::collections::BTreeMap;
 use std::ops::AddAssign;
+
+/// How often programs did something of a kind, beyond [`Counts`]: by its name.
+pub type Kinds = BTreeMap<&'static str, u64>;
 
 /// Counts of what programs did. A campaign without faults or captures does not test them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

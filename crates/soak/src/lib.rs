@@ -6,6 +6,8 @@
 //! - a block that overlaps another one, or that lost its contents (every block holds its owner's tag);
 //! - a hazard in the log of the simulated device;
 //! - statistics that differ from a naive allocation table ([`table`](self)), or a broken invariant of `check()`;
+//! - addresses and driver calls that differ from a naive model of PyTorch's allocator ([`Campaign::Placement`]);
+//! - contents after replays that differ from those of the same work on the host ([`Campaign::Replays`]);
 //! - an error that no injected fault explains, a panic, or a call that does not return;
 //! - driver objects that are left when everything is closed;
 //! - process memory that keeps growing ([`Resident`]).
@@ -32,8 +34,10 @@ mod host;
 mod lifetime;
 mod machine;
 mod options;
+mod placement;
 mod racing;
 mod recordings;
+mod replays;
 mod resident;
 mod rng;
 mod runner;
@@ -46,7 +50,7 @@ mod typed;
 mod unsafe_calls;
 
 pub use campaign::Campaign;
-pub use counts::Counts;
+pub use counts::{Counts, Kinds};
 pub use options::{Length, Options};
 pub use resident::Resident;
 pub use runner::{CampaignReport, Progress, Report, Violation, run};

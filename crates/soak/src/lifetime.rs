@@ -56,10 +56,10 @@ pub fn run(context: &mut Context) {
             );
         }
         if round == ROUNDS / 4 {
-            warm = resident::now().unwrap_or_default().0;
+            warm = resident::in_use().unwrap_or_default().0;
         }
     }
-    let end = resident::now().unwrap_or_default().0;
+    let end = resident::in_use().unwrap_or_default().0;
     assert!(end <= warm + BYTES_GROWTH, "{warm} bytes were resident after {} rounds, {end} after {ROUNDS}", ROUNDS / 4);
     let pools = allocator.stats(device_id(0)).unwrap().reserved_bytes_by_private_pools.len();
     assert!(pools <= 1024, "statistics of {pools} private pools, all of which are gone");

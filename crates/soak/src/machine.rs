@@ -33,6 +33,8 @@ pub struct Machine {
     tags: Vec<Tags>,
     /// How many of a thousand driver calls fail in a call under test with injected faults; 0 is none.
     fault_rate: u64,
+    /// Whether tags are in every page of a block, not only at its ends.
+    pub tags_every_page: bool,
     /// For callbacks that the program attaches.
     pub panics: Arc<Panics>,
     start: ObjectCounts,
@@ -129,7 +131,8 @@ impl Machine {
         let fault_rate = rng.pick(&[0, 5, 50, 200]);
         let capacity = sim.mem_info(DeviceId(0)).unwrap().bytes_total;
         context.step(format!("{devices} devices of {capacity} bytes, {streams} streams each, {fault_rate}/1000 fail"));
-        Self { sim, faulty, instance, streams: all, leases, tags, fault_rate, panics: Arc::default(), start }
+        let (panics, tags_every_page) = (Arc::default(), false);
+        Self { sim, faulty, instance, streams: all, leases, tags, fault_rate, tags_every_page, panics, start }
     }
 
     /// Whether driver calls are made to fail.
@@ -234,11 +237,17 @@ impl Machine {
 
     /// Queues a write of a tag into a block.
     pub fn write_tag(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: &Stream) {
+        if self.tags_every_page {
+            return self.write_pages(ptr, bytes, tag, stream);
+        }
         self.tags[stream.device_id().0 as usize].write(ptr, bytes, tag, stream.id());
     }
 
     /// Queues a check that a block still contains its tag.
     pub fn check_tag(&self, ptr: DevicePtr, bytes: u64, tag: u32, stream: &Stream) {
+        if self.tags_every_page {
+            return self.check_pages(ptr, bytes, tag, stream);
+        }
         self.tags[stream.device_id().0 as usize].check(ptr, bytes, tag, stream.id());
     }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::campaign::Campaign;
 use crate::caught::{Caught, caught};
 use crate::context::Context;
-use crate::counts::Counts;
+use crate::counts::{Counts, Kinds};
 use crate::options::{Length, Options};
 use crate::resident::{self, Resident};
 use crate::rng::program_seed;
@@ -28,19 +28,21 @@ pub struct Progress {
     pub campaign: Campaign,
     /// The counts of all programs so far.
     pub counts: Counts,
-    /// Resident memory now; 0 if unknown.
+    /// Resident memory after the last turn; 0 if unknown.
     pub bytes_resident: u64,
     /// The time so far.
     pub elapsed: Duration,
 }
 
 /// The result of one campaign.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct CampaignReport {
     /// The campaign.
     pub campaign: Campaign,
     /// The counts of its programs.
     pub counts: Counts,
+    /// What else they did.
+    pub kinds: Kinds,
     /// The time that they took.
     pub elapsed: Duration,
 }
@@ -94,10 +96,11 @@ struct Ended {
     turn: usize,
     program: u64,
     counts: Counts,
+    kinds: Kinds,
     elapsed: Duration,
     failed: Option<String>,
-    /// Resident memory, now and at most. Measured before the next program begins.
-    resident: (u64, u64),
+    /// Resident memory, now and at most, if this was the last program of a turn. Measured before the next one begins.
+    resident: Option<(u64, u64)>,
 }
 
 /// Runs campaigns. Calls `on_progress` after every program.
@@ -149,17 +152,20 @@ fn run_programs(options: &Options, steps: &Steps, running: &Running, begin: Inst
                 next[turn] += 1;
                 *running.lock().unwrap_or_else(PoisonError::into_inner) = (turn, program);
                 let program_begin = Instant::now();
-                let (counts, failed) = run_program(options, campaign, program, steps);
+                let (counts, kinds, failed) = run_program(options, campaign, program, steps);
                 let elapsed = program_begin.elapsed();
-                let (has_failed, resident) = (failed.is_some(), resident::now().unwrap_or_default());
-                if sender.send(Ended { turn, program, counts, elapsed, failed, resident }).is_err() || has_failed {
+                let has_failed = failed.is_some();
+                let is_last = !matches!(options.length, Length::Time(_)) || turn_begin.elapsed() >= TURN;
+                let resident = is_last.then(|| resident::in_use().unwrap_or_default());
+                if sender.send(Ended { turn, program, counts, kinds, elapsed, failed, resident }).is_err() || has_failed
+                {
                     return;
                 }
                 let Length::Time(length) = options.length else { break };
                 if begin.elapsed() >= length {
                     return;
                 }
-                if turn_begin.elapsed() >= TURN {
+                if is_last {
                     break;
                 }
             }
@@ -176,7 +182,7 @@ fn run_programs(options: &Options, steps: &Steps, running: &Running, begin: Inst
 }
 
 /// Runs one program. Returns what it did, and what is wrong.
-fn run_program(options: &Options, campaign: Campaign, program: u64, steps: &Steps) -> (Counts, Option<String>) {
+fn run_program(options: &Options, campaign: Campaign, program: u64, steps: &Steps) -> (Counts, Kinds, Option<String>) {
     steps.clear();
     let seed = program_seed(options.seed, campaign as u64, program);
     let mut context = Context::new(seed, steps.clone(), &options.skip, options.broken);
@@ -186,7 +192,7 @@ fn run_program(options: &Options, campaign: Campaign, program: u64, steps: &Step
         Err(Caught::Injected) => Some("a panic of a callback reached the end of the program".to_owned()),
     };
     context.counts.programs += u64::from(failed.is_none());
-    (context.counts, failed)
+    (context.counts, context.kinds, failed)
 }
 
 /// The results received so far.
@@ -204,9 +210,14 @@ impl<'a> Run<'a> {
         let campaigns = options
             .campaigns
             .iter()
-            .map(|&campaign| CampaignReport { campaign, counts: Counts::default(), elapsed: Duration::ZERO })
+            .map(|&campaign| CampaignReport {
+                campaign,
+                counts: Counts::default(),
+                kinds: Kinds::new(),
+                elapsed: Duration::ZERO,
+            })
             .collect();
-        let (start, peak) = resident::now().unwrap_or_default();
+        let (start, peak) = resident::in_use().unwrap_or_default();
         let warm_up = match options.length {
             Length::Time(length) => Some(WARM_UP.min(length / 4)),
             _ => None,
@@ -217,21 +228,25 @@ impl<'a> Run<'a> {
 
     /// Adds a program that ended. Returns whether the run goes on.
     fn add(&mut self, ended: Ended, steps: &Steps, on_progress: &mut dyn FnMut(&Progress)) -> bool {
-        let Ended { turn, program, counts, elapsed, failed, resident: (now, peak) } = ended;
+        let Ended { turn, program, counts, kinds, elapsed, failed, resident } = ended;
         let report = &mut self.campaigns[turn];
         let campaign = report.campaign;
         report.counts += counts;
+        kinds.into_iter().for_each(|(kind, times)| *report.kinds.entry(kind).or_default() += times);
         report.elapsed += elapsed;
         if let Some(message) = failed {
             let shown = steps.to_vec();
-            let again = campaign.is_deterministic().then(|| run_program(self.options, campaign, program, steps).1);
+            let again = campaign.is_deterministic().then(|| run_program(self.options, campaign, program, steps).2);
             let reproduced = again.map(|again| again.as_ref() == Some(&message));
             self.violation =
                 Some(Violation { campaign, seed: self.options.seed, program, message, steps: shown, reproduced });
             return false;
         }
-        self.resident.end = now;
-        self.resident.peak = self.resident.peak.max(peak);
+        if let Some((end, peak)) = resident {
+            self.resident.end = end;
+            self.resident.peak = self.resident.peak.max(peak);
+        }
+        let now = self.resident.end;
         let elapsed = self.begin.elapsed();
         let mut counts = Counts::default();
         self.campaigns.iter().for_each(|report| counts += report.counts);
@@ -241,7 +256,7 @@ impl<'a> Run<'a> {
                 self.resident.warm = self.resident.warm.max(now);
             } else if self.resident.warm > 0 && now > self.resident.limit() {
                 let message = format!(
-                    "{now} bytes are resident after this program, {} were at most in the first {} s, and {} may be",
+                    "{now} bytes are resident after this turn, {} were at most in the first {} s, and {} may be",
                     self.resident.warm,
                     warm_up.as_secs(),
                     self.resident.limit(),

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use warpool::memory::{Allocation, MemPoolId, Request};
 use warpool::{Error, Stream};
 
-use crate::allocators::Subject;
+use crate::allocators::{Allocators, Subject};
 use crate::context::Context;
 use crate::machine::{Machine, Outcome, device_id, is_counted};
 use crate::table::Table;
@@ -54,7 +54,7 @@ pub fn run(context: &mut Context) {
     // The allocators' shortest paths are taken only if the driver does not track suballocations.
     let is_told = !context.seed.is_multiple_of(4);
     let machine = Machine::with(context, 1, STANDING, |config| config.track_suballocations = is_told);
-    let subject = Subject::draw(context, &machine, false);
+    let subject = Subject::draw(context, &machine, Allocators::All);
     let streams: BTreeMap<usize, Stream> = machine.streams[0].iter().cloned().enumerate().collect();
     let mut run = Run {
         context,
@@ -383,7 +383,7 @@ impl Run<'_> {
             assert_eq!(reserved, 0, "reserved at the end");
         }
         table.check_empty(&*subject.allocator);
-        let Subject { allocator, caching, paged, limited, external } = subject;
+        let Subject { allocator, caching, paged, limited, external, .. } = subject;
         let keeps_addresses = paged.is_some();
         drop((allocator, caching, paged, limited, streams));
         if let Some(external) = &external {

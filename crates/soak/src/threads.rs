@@ -22,8 +22,9 @@ use crate::caught::{Caught, caught};
 use crate::contention;
 use crate::context::Context;
 use crate::counts::Counts;
-use crate::machine::{Machine, device_id};
+use crate::machine::{Machine, device_id, is_counted};
 use crate::racing;
+use crate::replays;
 use crate::rng::Rng;
 use crate::unsafe_calls::in_child;
 
@@ -46,6 +47,9 @@ struct Shared {
     exchange: Mutex<Vec<Tagged>>,
     vectors: Mutex<Vec<Filled>>,
     allocated: AtomicU64,
+    out_of_memory: AtomicU64,
+    /// The most that may ever be reserved.
+    reserved_max: u64,
     /// Whether driver calls are made to fail: then errors are not violations.
     faults: bool,
     has_vectors: bool,
@@ -69,11 +73,18 @@ struct Filled {
 /// Runs one program.
 pub fn run(context: &mut Context) {
     if context.rng.one_in(3) {
-        return if context.rng.one_in(2) { contention::run(context) } else { racing::run(context) };
+        return match context.rng.below(3) {
+            0 => contention::run(context),
+            1 => racing::run(context),
+            _ => replays::threads::run(context),
+        };
     }
     let machine = Machine::new(context, 1, THREADS * (STREAMS_EACH + 1) + STREAMS_SHARED);
     let mut settings = draw_settings(&mut context.rng);
-    settings.memory_cap_bytes = Some(100 * MIB);
+    let cap = 100 * MIB;
+    settings.memory_cap_bytes = Some(cap);
+    // The limit is compared with the request, but an expandable segment grows by whole chunks.
+    let chunk = if settings.expandable_segments { settings.large_segment_bytes } else { 0 };
     context.step(settings.to_conf_string());
     let mut pinned = PinnedSettings { use_background_threads: context.rng.one_in(3), ..PinnedSettings::default() };
     pinned.cap_bytes = context.rng.one_in(2).then_some(64 * MIB);
@@ -82,7 +93,7 @@ pub fn run(context: &mut Context) {
     let (caching, allocator): (_, Arc<dyn DeviceAllocator>) = if context.rng.one_in(6) {
         (None, Arc::new(DriverPoolAllocator::with_settings(&machine.instance, settings)))
     } else if context.rng.one_in(3) {
-        let made = Arc::new(draw_paged(&mut context.rng, &machine.instance, settings));
+        let made = Arc::new(draw_paged(&mut context.rng, &machine.instance, settings).0);
         paged = Some(made.clone());
         (None, made)
     } else {
@@ -99,6 +110,8 @@ pub fn run(context: &mut Context) {
         exchange: Mutex::default(),
         vectors: Mutex::default(),
         allocated: AtomicU64::new(0),
+        out_of_memory: AtomicU64::new(0),
+        reserved_max: cap + chunk,
         faults,
         has_vectors,
         unknown: AtomicBool::new(false),
@@ -168,6 +181,7 @@ fn is_forked<T>(result: warpool::Result<T>) -> bool {
 /// Closes everything, and checks that nothing is left.
 fn close(shared: Shared) {
     let Shared { machine, allocator, caching, paged, host, exchange, vectors, allocated, unknown, .. } = shared;
+    let (faults, out_of_memory, reserved_max) = (shared.faults, shared.out_of_memory, shared.reserved_max);
     drop((exchange, vectors));
     machine.synchronize();
     // Releases what dropped graphs still have.
@@ -191,8 +205,13 @@ fn close(shared: Shared) {
     if caching.is_some() || paged.is_some() {
         assert_eq!(stats.reserved_bytes.all.current, 0, "reserved at the end");
     }
+    if !faults {
+        assert_eq!(stats.num_ooms, out_of_memory.into_inner(), "requests that ran out of memory");
+    }
     let bytes = &stats.allocated_bytes;
     if caching.is_some() {
+        let peak = stats.reserved_bytes.all.peak;
+        assert!(peak <= reserved_max, "{peak} bytes were reserved, {reserved_max} may be");
         assert_eq!(bytes.small_pool.allocated + bytes.large_pool.allocated, bytes.all.allocated);
     }
     host.check();
@@ -229,7 +248,13 @@ impl<'a> Worker<'a> {
         self.counts.operations += 1;
         match outcome {
             Ok(result) => Some(result),
-            Err(Error::OutOfMemory(_) | Error::PinnedCap(_)) => {
+            Err(Error::OutOfMemory(report)) => {
+                let counted = u64::from(is_counted(report.cause));
+                self.shared.out_of_memory.fetch_add(counted, Ordering::Relaxed);
+                self.counts.out_of_memory += 1;
+                None
+            }
+            Err(Error::PinnedCap(_)) => {
                 self.counts.out_of_memory += 1;
                 None
             }
@@ -244,16 +269,13 @@ impl<'a> Worker<'a> {
     }
 
     fn run(mut self, rounds: usize) -> Counts {
-        let device = self.shared.machine.device(0);
-        let options = PoolOptions { use_on_oom: self.rng.one_in(2), ..PoolOptions::default() };
-        let pool = self
-            .shared
-            .allocator
-            .pools()
-            .is_ok()
-            .then(|| MemPool::new(&self.shared.allocator, &device, options).unwrap());
+        let mut pool = self.new_pool();
         for _ in 0..rounds {
             self.step(pool.as_ref());
+            if self.rng.one_in(100) {
+                // Blocks of the last one live on.
+                pool = self.new_pool();
+            }
         }
         self.tagged.clear();
         self.pinned.clear();
@@ -265,6 +287,12 @@ impl<'a> Worker<'a> {
             self.settle(closed);
         }
         self.counts
+    }
+
+    fn new_pool(&mut self) -> Option<MemPool> {
+        let options = PoolOptions { use_on_oom: self.rng.one_in(2), ..PoolOptions::default() };
+        let (allocator, device) = (&self.shared.allocator, self.shared.machine.device(0));
+        allocator.pools().is_ok().then(|| MemPool::new(allocator, &device, options).unwrap())
     }
 
     fn step(&mut self, pool: Option<&MemPool>) {

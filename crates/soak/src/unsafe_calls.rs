@@ -1,12 +1,17 @@
 //! The calls of programs that Rust cannot check.
-#![expect(unsafe_code, reason = "streams of other libraries, the declaration of a kernel, and forks")]
+#![expect(
+    unsafe_code,
+    reason = "streams of other libraries, the declaration of a kernel, forks, and free memory of the C heap"
+)]
 
 #[cfg(target_os = "linux")]
 use std::ffi::c_int;
 
-use warpool::driver::{ForeignStream, HostKernel, KernelSource, RawHandle};
+use warpool::driver::{DevicePtr, Driver, ForeignStream, FunctionId, HostKernel, KernelSource, LaunchShape, RawHandle};
+use warpool::generator::Target;
+use warpool::graph::{Capture, GraphArg};
 use warpool::typed::{Kernel, Slice, SliceMut};
-use warpool::{Device, Result};
+use warpool::{Device, Result, Stream};
 
 /// A kernel that adds one slice to another.
 pub type Add = Kernel<(Slice<u32>, SliceMut<u32>)>;
@@ -57,10 +62,45 @@ pub fn in_child(_: impl FnOnce() -> bool) -> bool {
     true
 }
 
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+unsafe extern "C" {
+    fn malloc_trim(pad: usize) -> c_int;
+}
+
+/// Makes the C heap return the pages that hold nothing. By itself it keeps them, in one arena per thread.
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+pub fn trim_heap() {
+    // SAFETY: takes no pointers, and may be called at any time.
+    unsafe { malloc_trim(0) };
+}
+
+/// Other C libraries have no such call.
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+pub fn trim_heap() {}
+
 /// The handle of a stream that the program created and destroys itself.
 pub fn foreign_stream(raw: RawHandle) -> ForeignStream {
     // SAFETY: the simulated GPU checks every handle; the program does not use a stream that it has destroyed.
     unsafe { ForeignStream::new(raw) }
+}
+
+/// Captures a kernel of one thread.
+pub fn capture_kernel(
+    capture: &mut Capture<'_>,
+    function: FunctionId,
+    args: &[GraphArg],
+    stream: &Stream,
+) -> Result<()> {
+    assert_eq!(stream.instance().driver().kind(), "sim");
+    // SAFETY: the simulated GPU checks every access of a kernel.
+    unsafe { capture.launch(function, LaunchShape::ONE, args, stream) }
+}
+
+/// A target of random numbers at any address.
+pub fn raw_target(driver: &dyn Driver, ptr: DevicePtr, count: u64) -> Target {
+    assert_eq!(driver.kind(), "sim");
+    // SAFETY: the simulated GPU checks every access of a kernel.
+    unsafe { Target::raw(ptr, count) }
 }
 
 /// The kernel on a device.

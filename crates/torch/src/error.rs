@@ -238,20 +238,15 @@ pub enum Error {
         length: usize,
     },
 
-    /// An operation that only the caching allocator has.
-    #[error("{what} is not possible with backend:{backend}; choose backend:native")]
-    NativeOnly {
+    /// An operation that the backend does not have.
+    #[error("{what}: not available with backend:{backend}; choose {choose}")]
+    NotInBackend {
         /// The operation.
         what: &'static str,
         /// The backend.
         backend: &'static str,
-    },
-
-    /// Checkpoints of an allocator that has none.
-    #[error("pools cannot be saved and restored with backend:{backend}; choose native or paged")]
-    NoCheckpoints {
-        /// The backend.
-        backend: &'static str,
+        /// What to choose instead.
+        choose: &'static str,
     },
 
     /// A snapshot could not be written. No partial file is left.
@@ -274,23 +269,12 @@ pub enum Error {
     #[error("backend:paged needs virtual memory management, which a device here does not have; choose backend:native")]
     NoVirtualMemory,
 
-    /// Statistics of pages, of an allocator without pages.
-    #[error("there are no statistics of pages with backend:{backend}; choose backend:paged")]
-    NoPages {
-        /// The backend.
-        backend: &'static str,
-    },
-
     /// The name of a backend that does not exist.
     #[error("unknown backend {name:?}; choose native, paged or cudaMallocAsync")]
     UnknownBackend {
         /// The name.
         name: String,
     },
-
-    /// The driver's pools cannot change settings at run time.
-    #[error("settings cannot be changed at run time with backend:cudaMallocAsync; set them in the environment")]
-    FixedSettings,
 
     /// A bug in Warpool.
     #[error("internal error in Warpool: {text}; please report it")]

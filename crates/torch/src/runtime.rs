@@ -14,14 +14,14 @@ use std::time::Duration;
 
 use tracing_subscriber::filter::LevelFilter;
 use warpool::memory::{
-    Backend, DeviceAllocator, HostBlock, Keep, MemPoolId, PageStats, Request, Settings, SleepReport, Snapshot,
-    SnapshotOptions, Stats, TagInfo,
+    Backend, Checkpoints, DeviceAllocator, HostBlock, Keep, MemPoolId, PageStats, Request, Settings, SleepReport,
+    Snapshot, SnapshotOptions, Stats, TagInfo,
 };
 use warpool::{Device, Instance, Stream};
 use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DevicePtr, Driver, ForeignStream, StreamId};
 
-use crate::allocator::Allocator;
+use crate::allocator::{self, NATIVE_OR_PAGED};
 use crate::backend::{Annotations, Contexts, Direct, Filter, MappedBlock, PinnedMemory, Routing, Sharing};
 use crate::captures::Captures;
 use crate::environment;
@@ -38,7 +38,7 @@ pub struct Runtime {
     origin: Origin,
     instance: Instance,
     device_count: u32,
-    allocator: Allocator,
+    allocator: Arc<dyn DeviceAllocator>,
     streams: StreamTable,
     captures: Captures,
     stacks: Arc<Stacks>,
@@ -197,7 +197,7 @@ impl Runtime {
         let origin = Origin::here();
         let instance = Instance::new(driver)?;
         let pinned = PinnedMemory::new(&instance, settings.pinned.clone());
-        let allocator = Allocator::new(&instance, settings)?;
+        let allocator = allocator::create(&instance, settings)?;
         Ok(Self {
             origin,
             device_count: instance.device_count(),
@@ -227,7 +227,7 @@ impl Runtime {
     #[must_use]
     #[inline]
     pub fn allocator(&self) -> &dyn DeviceAllocator {
-        self.allocator.as_dyn()
+        &*self.allocator
     }
 
     /// The device with that index.
@@ -253,7 +253,7 @@ impl Runtime {
 
     #[cold]
     fn bind_capture(&self, device: DeviceId, stream: StreamId) -> Result<()> {
-        self.captures.bind(&self.allocator, device, stream, |tag| {
+        self.captures.bind(self.allocator(), device, stream, |tag| {
             let device = self.instance.device(device.0)?;
             self.tags.make_graph_pool(self.allocator().pools()?, &device, tag)
         })
@@ -274,7 +274,7 @@ impl Runtime {
         } else if self.direct.is_on() {
             return self.direct.allocate(&**self.instance.driver(), device, bytes);
         }
-        Ok(self.allocator.allocate(request)?.ptr)
+        Ok(self.allocator.allocate_raw(request)?.ptr)
     }
 
     /// Allocates memory at an address, out of a free block that contains it.
@@ -282,17 +282,16 @@ impl Runtime {
         let device = self.device_id(device)?;
         let mut request = Request::new(device, self.streams.resolve(&self.instance, device, stream)?, bytes);
         request.pool = self.routing.pool_for(&**self.instance.driver(), device, raw_stream(stream))?;
-        self.allocator.allocate_at(request, ptr)
+        let allocated = self.allocator.allocate_at(request, ptr);
+        allocator::optional(self.allocator(), "backend:native", allocated).map(drop)
     }
 
-    /// Frees what [`allocate`](Self::allocate) returned; null is ignored. The device that the thread used last is
-    /// searched first.
-    #[inline]
+    /// Frees what [`allocate`](Self::allocate) returned; null is ignored.
     pub fn free_block(&self, ptr: DevicePtr) -> Result<()> {
         if self.direct.has_blocks() && self.direct.free(&**self.instance.driver(), ptr)? {
             return Ok(());
         }
-        Ok(self.allocator.free(self.last_device(), ptr)?)
+        Ok(self.allocator.free_raw(ptr)?)
     }
 
     /// The device that the calling thread used last.
@@ -308,7 +307,7 @@ impl Runtime {
 
     /// Switches caching off or on. Off, every request is a driver call and appears in no statistics.
     pub fn set_caching(&self, on: bool) {
-        if !self.allocator.set_caching(on) {
+        if self.allocator.set_caching(on).is_err() {
             self.direct.set(!on);
         }
     }
@@ -344,7 +343,7 @@ impl Runtime {
     /// Lets kernels on `device` access the memory on `owner`.
     pub fn enable_peer_access(&self, device: i32, owner: i32) -> Result<()> {
         let (device, owner) = (self.device_id(device)?, self.device_id(owner)?);
-        self.allocator.enable_peer_access(device, owner)?;
+        self.allocator().enable_peer_access(device, owner)?;
         self.tags.enable_peer_access(device, owner)
     }
 
@@ -352,7 +351,7 @@ impl Runtime {
     /// thread is in.
     pub(crate) fn open_pool(&self, device: i32, pool: TorchPoolId, filter: Filter) -> Result<()> {
         let device = self.device(device)?;
-        self.routing.begin_with(&self.allocator, device.id(), pool, filter, |options| {
+        self.routing.begin_with(self.allocator(), device.id(), pool, filter, |options| {
             self.tags.make_pool(self.allocator().pools()?, &device, options)
         })
     }
@@ -390,9 +389,9 @@ impl Runtime {
 
     /// How another process can open the memory at `ptr`: a handle of the memory that contains it, and its offset there.
     pub fn share(&self, ptr: DevicePtr, torch_version: u8) -> Result<(Vec<u8>, usize)> {
-        let parts = self.allocator.mapped_parts(ptr)?;
+        let parts = self.allocator().mapped_parts(ptr)?;
         if let Some(first) = parts.first() {
-            let (parts_of, observers) = (self.allocator.parts_of(), self.allocator().observers());
+            let (parts_of, observers) = (allocator::parts_of(&self.allocator), self.allocator().observers());
             let block = MappedBlock { ptr, parts: &parts, torch_version, parts_of: &parts_of, observers };
             let handle = self.sharing.export_mapped(self.instance.driver(), &block)?;
             return Ok((handle, (ptr.0 - first.ptr.0) as usize));
@@ -412,9 +411,14 @@ impl Runtime {
         self.sharing.close(&**self.instance.driver(), ptr, self.routing.is_any_open())
     }
 
-    /// The allocator, by kind.
-    pub(crate) fn kind(&self) -> &Allocator {
-        &self.allocator
+    /// Writes a text into the history, with an allocated block.
+    pub fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
+        allocator::optional(self.allocator(), NATIVE_OR_PAGED, self.allocator().annotate(ptr, text))
+    }
+
+    /// The checkpoints of the allocator's pools.
+    pub fn checkpoints(&self) -> Result<&dyn Checkpoints> {
+        allocator::optional(self.allocator(), NATIVE_OR_PAGED, self.allocator().checkpoints())
     }
 
     /// The state of every device, or of PyTorch's pool alone, with PyTorch's pool ids.
@@ -436,10 +440,8 @@ impl Runtime {
     /// Frees memory; null is ignored, and an address that is not allocated is an error. The device is searched first.
     #[inline]
     pub fn free(&self, ptr: DevicePtr, device: i32) -> Result<()> {
-        match self.device_id(device) {
-            Ok(device) => Ok(self.allocator().free_on(device, ptr)?),
-            Err(_) => Ok(self.allocator().free_raw(ptr)?),
-        }
+        let freed = self.device_id(device).is_ok_and(|device| self.allocator().free_cached(device, ptr));
+        if freed { Ok(()) } else { Ok(self.allocator().free_raw(ptr)?) }
     }
 
     /// Records that `stream` uses the memory at `ptr`. PyTorch does not pass the stream's device: the memory's device
@@ -473,8 +475,8 @@ impl Runtime {
     /// Returns all cached memory to the driver. Devices that were never used are skipped: some drivers would create a
     /// context on them.
     pub fn empty_cache(&self) -> Result<()> {
-        self.captures.close_finished(&self.allocator)?;
-        self.captures.suspend_unbound(&self.allocator)?;
+        self.captures.close_finished(self.allocator())?;
+        self.captures.suspend_unbound(self.allocator())?;
         for device in self.streams.devices() {
             self.allocator().trim(device, MemPoolId::DEFAULT)?;
         }
@@ -485,18 +487,18 @@ impl Runtime {
     /// the tag that the thread is in.
     pub fn begin_pool(&self, device: i32, pool: TorchPoolId) -> Result<()> {
         let device = self.device_id(device)?;
-        self.captures.begin(&self.allocator, device, pool, self.tags.current(device));
+        self.captures.begin(self.allocator(), device, pool, self.tags.current(device));
         Ok(())
     }
 
     /// Closes the capture scope.
     pub fn end_pool(&self, device: i32, pool: TorchPoolId) -> Result<()> {
-        self.captures.end(&self.allocator, self.device_id(device)?, pool)
+        self.captures.end(self.allocator(), self.device_id(device)?, pool)
     }
 
     /// Ends one use of the pool, added by [`begin_pool`](Self::begin_pool): a graph was destroyed.
     pub fn release_pool(&self, device: i32, pool: TorchPoolId) -> Result<()> {
-        self.captures.release(&self.allocator, self.device_id(device)?, pool)
+        self.captures.release(self.allocator(), self.device_id(device)?, pool)
     }
 
     /// The number of open capture scopes.
@@ -528,7 +530,8 @@ impl Runtime {
 
     /// The statistics of a device's pages, with the paged allocator.
     pub fn page_stats(&self, device: i32) -> Result<PageStats> {
-        self.allocator.page_stats(self.device_id(device)?)
+        let stats = self.allocator().page_stats(self.device_id(device)?);
+        allocator::optional(self.allocator(), "backend:paged", stats)
     }
 
     /// The state of every device and the history, with PyTorch's pool ids.
@@ -569,13 +572,13 @@ impl Runtime {
     /// The settings in effect.
     #[must_use]
     pub fn settings(&self) -> Settings {
-        self.allocator.settings()
+        Settings::clone(&self.allocator().settings())
     }
 
     /// Applies a settings string on top of the settings in effect, including memory limits. On error nothing changes.
     pub fn set_settings(&self, string: &str) -> Result<()> {
-        self.allocator.set_settings(string)?;
-        self.pinned.allocator().set_settings(self.allocator.settings().pinned);
+        allocator::set_settings(self.allocator(), string)?;
+        self.pinned.allocator().set_settings(self.settings().pinned);
         Ok(())
     }
 
@@ -607,7 +610,7 @@ mod tests {
             Settings::parse_for(backend, named).map_err(|source| Error::SettingsOf { variable: "WARPOOL_CONF", source })
         };
         let runtime = open(Arc::new(SimDriver::new(config)), Backend::Paged, settings)?;
-        Ok(runtime.allocator.backend())
+        Ok(runtime.settings().backend)
     }
 
     #[test]

@@ -1,16 +1,17 @@
 //! The tags of the process's allocator, and the scopes that C callers have opened.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::ThreadId;
 
 use warpool::memory::{
-    HostAllocator, Keep, MemPoolId, PoolOptions, PrivatePools, SleepReport, Snapshot, TagInfo, TagScope, Tags,
+    DeviceAllocator, HostAllocator, Keep, MemPoolId, PoolOptions, PrivatePools, SleepReport, Snapshot, TagInfo,
+    TagScope, Tags,
 };
 use warpool::{Device, Error as WarpoolError};
 use warpool_driver::DeviceId;
 
-use crate::allocator::Allocator;
+use crate::allocator;
 use crate::error::{Error, Result};
 
 /// How many bytes a tag's name has at most.
@@ -38,19 +39,27 @@ struct OpenScope {
 }
 
 impl ProcessTags {
-    fn get(&self, allocator: &Allocator, host: &HostAllocator) -> Result<&Tags> {
+    fn get(&self, allocator: &Arc<dyn DeviceAllocator>, host: &HostAllocator) -> Result<&Tags> {
         if let Some(tags) = self.tags.get() {
             return Ok(tags);
         }
-        let tags = match Tags::new(&allocator.shared(), host) {
-            Err(WarpoolError::Unsupported { .. }) => return Err(Error::CannotSleep { backend: allocator.name() }),
+        let tags = match Tags::new(allocator, host) {
+            Err(WarpoolError::Unsupported { .. }) => {
+                return Err(Error::CannotSleep { backend: allocator::backend(&**allocator) });
+            }
             other => other?,
         };
         Ok(self.tags.get_or_init(|| tags))
     }
 
     /// Opens a scope for the calling thread.
-    pub(crate) fn begin(&self, allocator: &Allocator, host: &HostAllocator, device: &Device, tag: &str) -> Result<u64> {
+    pub(crate) fn begin(
+        &self,
+        allocator: &Arc<dyn DeviceAllocator>,
+        host: &HostAllocator,
+        device: &Device,
+        tag: &str,
+    ) -> Result<u64> {
         if tag.is_empty() || tag.len() > NAME_BYTES_MAX {
             return Err(Error::TagName { length: tag.len() });
         }

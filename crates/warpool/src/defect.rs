@@ -81,6 +81,10 @@ defects! {
     45 UnknownWorkIsDone: "pages: unknown last work of a stream that may be destroyed counts as done";
     46 ReusesBusyHeaps: "pages: a heap is retired, or another stream gets it, while the last work in it still runs";
     47 GateForgetsTypedCalls: "a capture begins or ends while a typed call puts work into a stream";
+    48 PinnedCapForgetsRequest: "a request may exceed the cap on pinned memory by its own segment";
+    49 WorkspaceForgetsStream: "in a capture, products in two streams share a workspace";
+    50 WhileRunsOnce: "a body that should run as long as a flag is set runs once";
+    51 ShortageDoesNotWait: "pages: a request fails although pending frees would make room for it";
 }
 
 #[cfg(test)]
@@ -111,12 +115,6 @@ impl Defect {
     #[inline(always)]
     pub(crate) const fn is_on(self) -> bool {
         false
-    }
-
-    /// Whether a unit test has switched one on in this thread.
-    #[cfg(test)]
-    pub(crate) fn any_is_on() -> bool {
-        IN_THREAD.get().is_some()
     }
 
     /// Runs `body` with it, in this thread.

@@ -70,7 +70,6 @@
 
 pub mod blas;
 mod capture;
-mod capture_gate;
 mod capture_status;
 #[cfg(not(feature = "planted-defects"))]
 mod defect;

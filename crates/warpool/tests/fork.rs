@@ -182,7 +182,7 @@ impl Busy {
         let host = self.pinned.allocate(1 + round * 7919 % 300_017).unwrap();
         let _ = (self.pinned.stats(), self.limited.bytes_allocated(), self.recording.log(), self.faulty.injected());
         self.memory.stats(device.id()).unwrap();
-        self.caching.set_settings(Settings::default());
+        self.caching.set_settings(Settings::default()).unwrap();
         self.pinned.set_settings(PinnedSettings::default());
         drop((host, pool));
         if round.is_multiple_of(8) {

@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -122,7 +123,7 @@ void out_of_memory() {
 }
 
 struct Recorded : c10::GatheredContext {
-    static inline int alive = 0;
+    static inline std::atomic<int> alive = 0;
     Recorded() {
         alive += 1;
     }
@@ -137,9 +138,10 @@ std::shared_ptr<c10::GatheredContext> record() {
 
 void history() {
     using Entry = caching::TraceEntry;
-    int tracked = 0;
+    // A tracker stays attached, and is called by all threads.
+    static std::atomic<int> tracked = 0;
     allocator().attachAllocatorTraceTracker(
-        [&tracked](const Entry& entry) { tracked += entry.action_ == Entry::ALLOC ? 1 : 0; });
+        [](const Entry& entry) { tracked += entry.action_ == Entry::ALLOC ? 1 : 0; });
     EXPECT(!allocator().isHistoryEnabled());
     EXPECT(!thrown([] {
         allocator().recordHistory(true, record, 100, caching::RecordContext::ALL, true, {"no such action"});
@@ -353,6 +355,45 @@ void sharing() {
     EXPECT(!thrown([&] { allocator().shareIpcHandle(there); }).empty());
 }
 
+// For ThreadSanitizer above all: memory of every kind, with a history, while another thread reads everything.
+void threads() {
+    constexpr int ROUNDS = 100;
+    const auto before = allocated();
+    allocator().recordHistory(true, record, 1000, caching::RecordContext::ALL, true, {});
+    std::atomic<int> running = 4;
+    std::vector<std::thread> workers;
+    for (int number = 0; number < 4; ++number) {
+        workers.emplace_back([number, &running] {
+            auto* host = at::getHostAllocator(at::kCUDA);
+            for (int round = 0; round < ROUNDS; ++round) {
+                void* raw = allocator().raw_alloc((1 + (number + round) % 5) * MB);
+                auto tensor = allocator().allocate(512 << (round % 12));
+                allocator().recordStream(tensor, c10::cuda::getDefaultCUDAStream(0));
+                auto pinned = host->allocate(4096);
+                EXPECT(raw != nullptr && tensor.get() != nullptr && pinned.get() != nullptr);
+                if (round % 16 == 0) {
+                    // Freed by another thread.
+                    std::thread([tensor = std::move(tensor)]() mutable { tensor.clear(); }).join();
+                }
+                allocator().raw_delete(raw);
+            }
+            running -= 1;
+        });
+    }
+    while (running > 0) {
+        EXPECT(!allocator().snapshot({0, 0}, true).device_traces.empty());
+        EXPECT(allocated() >= before);
+        allocator().emptyCache({0, 0});
+        at::getHostAllocator(at::kCUDA)->empty_cache();
+    }
+    for (auto& worker : workers) {
+        worker.join();
+    }
+    allocator().recordHistory(false, nullptr, 0, caching::RecordContext::NEVER, true, {});
+    allocator().emptyCache({0, 0});
+    EXPECT(allocated() == before);
+}
+
 void settings() {
     using c10::CachingAllocator::setAllocatorSettings;
     setAllocatorSettings("max_split_size_mb:200");
@@ -385,6 +426,7 @@ int main() {
     pinned_history();
 #endif
     sharing();
+    threads();
     settings();
     EXPECT(warpool_backend_install() != 0 && std::strstr(warpool_backend_error(), "installed already") != nullptr);
     std::printf("passed\n");

@@ -439,7 +439,7 @@ def refusals(allocator: str) -> None:
 
 
 def features(allocator: str) -> None:
-    """What the pluggable interface does not have: pools, observers, pinned memory, cuDNN's benchmark mode."""
+    """Pools, observers, pinned memory, cuDNN's benchmark mode."""
     child.enable(allocator)
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):

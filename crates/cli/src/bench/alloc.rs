@@ -199,7 +199,7 @@ impl BenchContext {
             let start = Instant::now();
             program.run(&**allocator, self.device, &streams[1..], streams[0])?;
             let elapsed = start.elapsed();
-            program.free_rest(&**allocator, self.device)?;
+            program.free_rest(&**allocator)?;
             // So that the driver's pools release memory, and uses on other streams end.
             device.synchronize()?;
             Ok(ns_each(elapsed, program.events()))

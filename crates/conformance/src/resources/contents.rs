@@ -8,10 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use warpool::graph::CaptureOptions;
 use warpool::memory::{
     Allocate, CachingAllocator, DeviceBlock, DriverPoolAllocator, HostAllocator, Keep, MemPool, MemPoolId,
-    PagedAllocator, PinnedSettings, PoolCheckpoint, PoolOptions, Restored, Settings, Tags,
+    PagedAllocator, PinnedSettings, PoolOptions, Settings, Tags,
 };
 use warpool::{DeviceVec, PinnedVec, Stream, StreamLease};
-use warpool_driver::{CaptureMode, DeviceId};
+use warpool_driver::CaptureMode;
 
 use super::helpers::{PLAIN, SharedAllocator, graph};
 use crate::check::Check;
@@ -32,37 +32,17 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const STREAMS: usize = 4;
 
-/// An allocator with its name for failures, and features that only some allocators have.
+/// An allocator with its name for failures, and whether its memory sleeps.
 struct Subject {
     name: &'static str,
     allocator: SharedAllocator,
-    checkpoints: Option<Box<dyn Checkpoints>>,
     sleeps: bool,
 }
 
-/// An allocator that records and restores its pools.
-trait Checkpoints: Send + Sync {
-    fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> warpool::Result<PoolCheckpoint>;
-    fn restore(&self, checkpoint: &PoolCheckpoint) -> warpool::Result<Restored>;
-}
-
-impl Checkpoints for Arc<CachingAllocator> {
-    fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> warpool::Result<PoolCheckpoint> {
-        (**self).checkpoint(device, pool)
-    }
-
-    fn restore(&self, checkpoint: &PoolCheckpoint) -> warpool::Result<Restored> {
-        (**self).restore(checkpoint)
-    }
-}
-
-impl Checkpoints for Arc<PagedAllocator> {
-    fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> warpool::Result<PoolCheckpoint> {
-        (**self).checkpoint(device, pool)
-    }
-
-    fn restore(&self, checkpoint: &PoolCheckpoint) -> warpool::Result<Restored> {
-        (**self).restore(checkpoint)
+impl Subject {
+    /// Without pools it serves no graphs, and restores nothing.
+    fn has_pools(&self) -> bool {
+        self.name != "driver-pool"
     }
 }
 
@@ -72,19 +52,17 @@ fn subjects(context: &TestContext) -> CheckResult<Vec<Subject>> {
     let mut found = Vec::new();
     let mut caching = |name, settings| {
         let allocator = Arc::new(CachingAllocator::new(instance, settings));
-        let checkpoints: Option<Box<dyn Checkpoints>> = Some(Box::new(Arc::clone(&allocator)));
-        found.push(Subject { name, allocator, checkpoints, sleeps: properties.virtual_memory });
+        found.push(Subject { name, allocator, sleeps: properties.virtual_memory });
     };
     caching("native", Settings::default());
     if properties.virtual_memory {
         caching("expandable", Settings { expandable_segments: true, ..Settings::default() });
         let allocator = Arc::new(PagedAllocator::new(instance, Settings::default())?);
-        let checkpoints: Option<Box<dyn Checkpoints>> = Some(Box::new(Arc::clone(&allocator)));
-        found.push(Subject { name: "paged", allocator, checkpoints, sleeps: true });
+        found.push(Subject { name: "paged", allocator, sleeps: true });
     }
     if properties.async_pools {
         let allocator = Arc::new(DriverPoolAllocator::new(instance));
-        found.push(Subject { name: "driver-pool", allocator, checkpoints: None, sleeps: false });
+        found.push(Subject { name: "driver-pool", allocator, sleeps: false });
     }
     Ok(found)
 }
@@ -266,8 +244,11 @@ fn all_of_a_large_block_sleeps_and_wakes(context: &TestContext) -> CheckResult {
 
 fn a_restored_pool_leaves_other_blocks_alone(context: &TestContext) -> CheckResult {
     on_each(context, |on| {
-        let Some(pools) = &on.subject.checkpoints else { return Ok(()) };
+        if !on.subject.has_pools() {
+            return Ok(());
+        }
         let allocator = &on.subject.allocator;
+        let pools = allocator.checkpoints()?;
         let pool = MemPool::new(allocator, context.device(), PoolOptions::default())?;
         let outside = on.write(2 * MIB, 1 << 20, 0)?;
         let inside = |first, bytes| -> CheckResult<Written> {
@@ -342,8 +323,7 @@ fn captures_begin_and_end_beside_typed_work(context: &TestContext) -> CheckResul
     const LEN: usize = 5000;
     on_each(context, |on| {
         let allocator = &on.subject.allocator;
-        if on.subject.checkpoints.is_none() {
-            // Without pools it serves no graphs.
+        if !on.subject.has_pools() {
             return Ok(());
         }
         // One thread captures in it, and the other puts work into it: each piece runs, or the graph keeps its memory.

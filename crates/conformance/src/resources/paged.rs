@@ -115,7 +115,7 @@ fn pages_move_to_another_address_behind_queued_work(context: &TestContext) -> Ch
         on.write(&second, 2, &stream)?;
         context.expect_busy("the stream: nothing waited for it", stream.id())?;
         let pages = on.pages()?;
-        expect_eq("reserved bytes", pages.reserved_bytes, 42 * MIB)?;
+        expect(pages.reserved_bytes <= (42 + 4) * MIB, "at most a page more is reserved")?;
         expect_eq("bytes that are still mapped where they were", pages.bytes_mapped_twice, 16 * MIB)?;
         on.expect("the copy of the first block", &result, 1, &stream)?;
         on.expect("the second block", &second, 2, &stream)?;

@@ -4,8 +4,8 @@ use warpool::driver::DevicePtr;
 use warpool::memory::{Allocation, DeviceBlock, MemPoolId, Request};
 use warpool::{Error, Stream};
 
+use super::Run;
 use super::pools::Pool;
-use super::{DEVICES, Run, STREAMS};
 use crate::allocators::into_block;
 use crate::machine::{Outcome, is_counted};
 
@@ -52,12 +52,12 @@ impl Run<'_> {
     /// A stream of the device that takes no part in a capture.
     pub fn idle_stream(&mut self, device: usize) -> Option<Stream> {
         let idle: Vec<usize> =
-            (0..STREAMS).filter(|&index| !self.is_capturing(self.machine.stream(device, index))).collect();
+            (0..self.streams).filter(|&index| !self.is_capturing(self.machine.stream(device, index))).collect();
         (!idle.is_empty()).then(|| self.machine.stream(device, self.context.rng.pick(&idle)).clone())
     }
 
     pub fn allocate(&mut self) {
-        let device = self.context.rng.below(DEVICES);
+        let device = self.context.rng.below(self.devices);
         let Some(stream) = self.idle_stream(device) else { return };
         let pools: Vec<MemPoolId> = self.pools.iter().filter(|pool| pool.serves(device)).map(Pool::id).collect();
         let pool = (!pools.is_empty() && self.context.rng.one_in(3)).then(|| self.context.rng.pick(&pools));
@@ -68,13 +68,17 @@ impl Run<'_> {
 
     /// A block for a stream, with a tag.
     pub fn allocate_on(&mut self, stream: &Stream, pool: Option<MemPoolId>) -> Option<Held> {
-        let bytes = self.context.rng.request_bytes();
+        let bytes = self.sizes.next(&mut self.context.rng);
         let request = Request { pool, ..Request::new(stream.device_id(), stream.id(), bytes) };
         self.context.step(format!("allocate {bytes} on {} from {pool:?}", stream.id()));
         let allocator = &self.subject.allocator;
+        let faults = self.context.counts.faults;
         let outcome = self.machine.call(self.context, || allocator.allocate_raw(request));
         let Outcome::Done(allocation) = outcome else {
             self.not_allocated(&outcome, stream);
+            if outcome == (Outcome::OutOfMemory { counted: true }) && self.context.counts.faults == faults {
+                self.expect_shortage(request);
+            }
             return None;
         };
         self.context.counts.allocations += 1;
@@ -143,6 +147,7 @@ impl Run<'_> {
     pub fn use_on(&mut self, mut held: Held, other: &Stream) -> Held {
         let rng = &mut self.context.rng;
         let (record, write) = (rng.one_in(2), rng.one_in(3) && !held.read_elsewhere);
+        self.context.made("use elsewhere");
         self.context.step(format!("{} uses block {}, recorded {record}, writes {write}", other.id(), held.tag));
         self.machine.wait(other, &held.stream);
         self.machine.check_tag(held.ptr(), held.bytes(), held.tag, other);
@@ -191,7 +196,10 @@ impl Run<'_> {
         let allocator = &self.subject.allocator;
         let outcome = self.machine.call(self.context, || match held.owned {
             Owned::Raw(allocation) if way == 0 => allocator.free_raw(allocation.ptr),
-            Owned::Raw(allocation) if way == 1 => allocator.free_on(allocation.device, allocation.ptr),
+            Owned::Raw(allocation) if way == 1 => match allocator.free_cached(allocation.device, allocation.ptr) {
+                true => Ok(()),
+                false => allocator.free_raw(allocation.ptr),
+            },
             Owned::Raw(allocation) => allocator.free(allocation),
             Owned::Block(block) if way == 0 => block.free(),
             Owned::Block(block) => {

@@ -1,11 +1,13 @@
 //! Checkpoints of private pools, and their restoration.
 
 use warpool::driver::DevicePtr;
-use warpool::memory::{Allocation, MemPool, MemPoolId, PoolCheckpoint, PoolOptions};
+use warpool::memory::{
+    Allocation, Checkpoints as _, DeviceAllocator as _, MemPool, MemPoolId, PoolCheckpoint, PoolOptions,
+};
 use warpool::{Error, Stream};
 
+use super::Run;
 use super::blocks::{Held, Owned};
-use super::{DEVICES, Run};
 use crate::allocators::into_block;
 use crate::machine::{Outcome, device_id};
 
@@ -17,8 +19,8 @@ impl Run<'_> {
         if self.context.skips("checkpoints") {
             return;
         }
-        caching.set_caching(true);
-        let device = self.context.rng.below(DEVICES);
+        caching.set_caching(true).unwrap();
+        let device = self.context.rng.below(self.devices);
         let Some(stream) = self.idle_stream(device) else { return };
         // With `use_on_oom` the pool may also have blocks of others, which a restoration does not touch.
         let use_on_oom = self.context.rng.one_in(2);

@@ -7,8 +7,8 @@ use warpool::graph::{BufferKey, Capture, CaptureOptions, Fork, Graph, GraphOptio
 use warpool::memory::{Allocation, DeviceBlock, MemPool, MemPoolId, PoolOptions};
 use warpool::{Error, Result, Stream};
 
+use super::Run;
 use super::blocks::{Held, Owned};
-use super::{DEVICES, Run, STREAMS};
 use crate::allocators::into_block;
 use crate::caught::{caught, inject_panic};
 use crate::machine::Outcome;
@@ -61,7 +61,7 @@ impl Run<'_> {
         if self.graphs.count() >= 4 || self.context.skips("captures") || !self.subject.has_pools() {
             return;
         }
-        let device = self.context.rng.below(DEVICES);
+        let device = self.context.rng.below(self.devices);
         let Some(root) = self.idle_stream(device) else { return };
         let options = GraphOptions { keep_graph: self.context.rng.one_in(3) };
         let mut graph = Graph::new(&self.subject.allocator, &self.machine.device(device), options).unwrap();
@@ -223,7 +223,7 @@ impl Run<'_> {
 
     /// A block that the graph owns.
     fn allocate_owned(&mut self, capture: &mut Capture<'_>, stream: &Stream, body: &mut Body) {
-        let bytes = self.context.rng.request_bytes();
+        let bytes = self.sizes.next(&mut self.context.rng);
         self.context.step(format!("  allocate {bytes} for the graph, on {}", stream.id()));
         let outcome = self.machine.call(self.context, || capture.allocate_on(bytes, stream));
         let Outcome::Done(key) = outcome else {
@@ -262,7 +262,7 @@ impl Run<'_> {
         }
         let at = self.context.rng.below(self.graphs.count());
         let device = self.graphs.all[at].device;
-        let stream = self.machine.stream(device, self.context.rng.below(STREAMS)).clone();
+        let stream = self.machine.stream(device, self.context.rng.below(self.streams)).clone();
         if self.is_capturing(&stream) {
             return;
         }

@@ -7,6 +7,7 @@
 mod blocks;
 mod checkpoints;
 mod graphs;
+mod pages;
 mod pools;
 mod settings;
 
@@ -15,14 +16,15 @@ use warpool::memory::{DeviceAllocator as _, HistoryOptions, PoolScope, StackLeve
 
 use self::blocks::Held;
 use self::graphs::Graphs;
+use self::pages::{Sizes, check_pages};
 use self::pools::Pool;
-use crate::allocators::Subject;
+use crate::allocators::{Allocators, Subject};
 use crate::context::Context;
 use crate::machine::{Machine, device_id};
 use crate::table::Table;
 
 const DEVICES: usize = 2;
-const STREAMS: usize = 3;
+const MIB: u64 = 1 << 20;
 
 /// The main activity of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +33,8 @@ pub enum Mix {
     Memory,
     /// Captures and replays.
     Graphs,
+    /// The same as `Memory`, on the paged allocator and a device of few pages.
+    Pages,
 }
 
 struct Run<'a> {
@@ -49,17 +53,49 @@ struct Run<'a> {
     /// Whether each device may access the other's memory.
     peers: bool,
     next_tag: u32,
+    devices: usize,
+    streams: usize,
+    sizes: Sizes,
+    /// Of a small device: the bytes of all pages that it has room for, and of those that may be reserved now.
+    capacity_of_pages: u64,
+    limit_of_pages: u64,
+    has_had_pools: bool,
 }
 
 /// Runs one program.
 pub fn run(context: &mut Context, mix: Mix) {
-    let machine = Machine::new(context, DEVICES as u32, STREAMS);
-    let subject = Subject::draw(context, &machine, mix == Mix::Graphs && !context.seed.is_multiple_of(8));
+    let (devices, streams, capacity) = match mix {
+        Mix::Pages => (1, 4, context.rng.pick(&[40, 80, 160]) * MIB),
+        _ => (DEVICES, 3, 0),
+    };
+    // Without suballocation reports, requests that nothing disturbs take a shorter path.
+    let is_told = mix != Mix::Pages || !context.rng.one_in(3);
+    let mut machine = Machine::with(context, devices as u32, streams, |config| {
+        config.track_suballocations = is_told;
+        if mix == Mix::Pages {
+            // Beside the pages there is room for the context and the tags.
+            config.devices[0].properties.bytes_total = capacity + 4 * MIB;
+        }
+    });
+    machine.tags_every_page = mix == Mix::Pages;
+    let allocators = match mix {
+        Mix::Pages => Allocators::Paged,
+        Mix::Graphs if !context.seed.is_multiple_of(8) => Allocators::Caching,
+        _ => Allocators::All,
+    };
+    let subject = Subject::draw(context, &machine, allocators);
+    let sizes = if mix == Mix::Pages { Sizes::draw(&mut context.rng, capacity) } else { Sizes::Classes };
     let mut run = Run {
         context,
         machine,
         subject,
-        table: Table::new(DEVICES),
+        table: Table::new(devices),
+        devices,
+        streams,
+        sizes,
+        capacity_of_pages: capacity,
+        limit_of_pages: capacity,
+        has_had_pools: false,
         held: Vec::new(),
         graphs: Graphs::default(),
         pools: Vec::new(),
@@ -74,6 +110,7 @@ pub fn run(context: &mut Context, mix: Mix) {
         match mix {
             Mix::Memory => run.memory_step(),
             Mix::Graphs => run.graph_step(),
+            Mix::Pages => run.page_step(),
         }
         run.check();
     }
@@ -138,12 +175,20 @@ impl Run<'_> {
         }
         if let Some(paged) = &self.subject.paged {
             paged.check();
+            if self.is_of_pages() {
+                check_pages(paged, device_id(0));
+            }
         }
+    }
+
+    /// Whether the program is one of the paged allocator on a small device.
+    fn is_of_pages(&self) -> bool {
+        self.capacity_of_pages > 0
     }
 
     /// Statistics, snapshots and the history can be read at any time.
     fn read_state(&mut self) {
-        let device = self.context.rng.below(DEVICES);
+        let device = self.context.rng.below(self.devices);
         let allocator = &self.subject.allocator;
         match self.context.rng.below(4) {
             0 => {
@@ -168,7 +213,7 @@ impl Run<'_> {
     }
 
     fn synchronize(&mut self) {
-        let device = self.context.rng.below(DEVICES);
+        let device = self.context.rng.below(self.devices);
         match self.context.rng.below(4) {
             0 => {
                 self.machine.synchronize();
@@ -178,14 +223,14 @@ impl Run<'_> {
                 let pool = self.machine.device(device).event_pool();
                 let _ = self.machine.call(self.context, || pool.trim());
             }
-            _ => self.machine.wait_for(self.machine.stream(device, self.context.rng.below(STREAMS))),
+            _ => self.machine.wait_for(self.machine.stream(device, self.context.rng.below(self.streams))),
         }
     }
 
     /// Pauses or resumes a stream, or queues a host callback in it.
     fn delay_work(&mut self) {
-        let device = self.context.rng.below(DEVICES);
-        let stream = self.machine.stream(device, self.context.rng.below(STREAMS));
+        let device = self.context.rng.below(self.devices);
+        let stream = self.machine.stream(device, self.context.rng.below(self.streams));
         match self.context.rng.below(3) {
             0 => self.machine.host_callback(stream),
             way => self.machine.pause_or_resume(stream, way == 1),
@@ -238,21 +283,24 @@ impl Run<'_> {
         }
         self.pools.clear();
         self.graphs = Graphs::default();
-        for device in 0..DEVICES {
+        for device in 0..self.devices {
             self.subject.allocator.trim(device_id(device), warpool::memory::MemPoolId::DEFAULT).unwrap();
         }
         if let Some(caching) = &self.subject.caching {
             caching.check();
-            for device in 0..DEVICES {
+            for device in 0..self.devices {
                 let reserved = caching.stats(device_id(device)).unwrap().reserved_bytes.all.current;
                 assert_eq!(reserved, 0, "reserved on device {device} at the end");
             }
         }
         if let Some(paged) = &self.subject.paged {
             paged.check();
-            for device in 0..DEVICES {
+            for device in 0..self.devices {
                 let left = paged.page_stats(device_id(device)).unwrap();
                 assert_eq!(left.reserved_bytes, 0, "reserved on device {device} at the end: {left:?}");
+                self.context.made_many("page taken", left.totals.taken);
+                self.context.made_many("page taken back", left.totals.taken_back);
+                self.context.made_many("old mapping undone", left.totals.unmapped);
             }
         }
         self.table.check_empty(&*self.subject.allocator);
@@ -260,7 +308,7 @@ impl Run<'_> {
             assert_eq!(limited.bytes_allocated(), 0, "allocated by the limiting decorator at the end");
         }
         let Self { machine, subject, .. } = self;
-        let Subject { allocator, caching, paged, limited, external } = subject;
+        let Subject { allocator, caching, paged, limited, external, .. } = subject;
         let keeps_addresses = paged.is_some();
         drop((allocator, caching, paged, limited));
         if let Some(external) = &external {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use warpool::memory::{MemPool, MemPoolId, PoolOptions, PoolScope, Route};
 use warpool::{Error, Result};
 
-use super::{DEVICES, Run, STREAMS};
+use super::Run;
 use crate::allocators::SimMemory;
 use crate::machine::device_id;
 
@@ -28,7 +28,7 @@ impl Pool {
 
 impl Run<'_> {
     pub fn trim(&mut self) {
-        let device = self.context.rng.below(DEVICES);
+        let device = self.context.rng.below(self.devices);
         let mut pools = vec![MemPoolId::DEFAULT; 2];
         pools.extend(self.pools.iter().filter(|pool| pool.serves(device)).map(Pool::id));
         let pool = self.context.rng.pick(&pools);
@@ -59,13 +59,17 @@ impl Run<'_> {
     }
 
     fn create_pool(&mut self) {
-        let device = self.context.rng.below(DEVICES);
+        let device = self.context.rng.below(self.devices);
         let rng = &mut self.context.rng;
         let with_upstream = self.subject.caching.is_some() && rng.one_in(4);
         let upstream = with_upstream.then(|| Arc::new(SimMemory::new(&self.machine)) as _);
-        let options = PoolOptions { upstream, use_on_oom: rng.one_in(2), no_split: rng.one_in(3) };
+        // Pools of whole segments have no pages.
+        let (use_on_oom, no_split) = (rng.one_in(2), rng.one_in(3) && self.capacity_of_pages == 0);
+        let options = PoolOptions { upstream, use_on_oom, no_split };
         let pool = MemPool::new(&self.subject.allocator, &self.machine.device(device), options).unwrap();
         self.context.step(format!("pool {} of device {device}, with an upstream: {with_upstream}", pool.id()));
+        self.has_had_pools = true;
+        self.context.made("pool");
         self.pools.push(Pool { device, pool });
     }
 
@@ -92,7 +96,7 @@ impl Run<'_> {
         match self.context.rng.below(2) {
             0 => pool.enter(),
             _ => {
-                let stream = self.machine.stream(*device, self.context.rng.below(STREAMS));
+                let stream = self.machine.stream(*device, self.context.rng.below(self.streams));
                 pool.route(Route::Stream(stream.id()))
             }
         }

@@ -3,7 +3,7 @@
 use warpool::driver::{DeviceId, Memory as _};
 use warpool::memory::DeviceAllocator as _;
 
-use super::{DEVICES, Run, STREAMS};
+use super::{DEVICES, Run};
 use crate::allocators::{draw_settings, extreme_settings};
 use crate::machine::{Outcome, device_id};
 
@@ -18,13 +18,13 @@ impl Run<'_> {
         self.context.step(format!("settings {}", settings.to_conf_string()));
         // They may change the limits.
         self.limits = [None; DEVICES];
-        caching.set_settings(settings);
-        let stream = self.machine.stream(0, self.context.rng.below(STREAMS));
+        caching.set_settings(settings).unwrap();
+        let stream = self.machine.stream(0, self.context.rng.below(self.streams));
         caching.set_stream_class(stream.id(), self.context.rng.pick(&["", "main", "other"]));
     }
 
     pub fn change_limits(&mut self) {
-        let device = device_id(self.context.rng.below(DEVICES));
+        let device = device_id(self.context.rng.below(self.devices));
         let fraction = self.context.rng.pick(&[1.0, 1.0, 0.7, 0.3]);
         self.context.step(format!("the memory fraction of {device} is {fraction}"));
         self.subject.allocator.set_memory_fraction(device, fraction).unwrap();
@@ -50,7 +50,7 @@ impl Run<'_> {
         // Mostly on.
         let on = !self.context.rng.one_in(3);
         self.context.step(format!("caching {on}"));
-        caching.set_caching(on);
+        caching.set_caching(on).unwrap();
     }
 
     /// Peer access cannot be disabled again.

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use warpool::driver::{Copies as _, HostPtr};
+use warpool::driver::sim::SimDriver;
+use warpool::driver::{Call, Copies as _, HostPtr};
 use warpool::memory::HostBlock;
 use warpool::{Error, Stream};
 
@@ -28,6 +29,12 @@ impl Live {
     fn users(&self) -> BTreeSet<usize> {
         self.readers.iter().copied().chain(self.writer).collect()
     }
+}
+
+/// The end of a block, and how many bytes were requested.
+pub struct Range {
+    pub end: u64,
+    pub bytes: u64,
 }
 
 /// The parts of a block that hold its tag: both ends, at multiples of four.
@@ -95,7 +102,11 @@ impl Run<'_> {
             1 => self.host.allocate_on(bytes, to),
             _ => self.host.allocate(bytes),
         });
-        let Outcome::Done(block) = outcome else { return };
+        let block = match outcome {
+            Outcome::Done(block) => block,
+            Outcome::OutOfMemory { .. } => return self.expect_justified(bytes),
+            _ => return,
+        };
         self.context.counts.allocations += 1;
         self.insert(&block, bytes);
         let tag = self.tag();
@@ -109,11 +120,17 @@ impl Run<'_> {
     pub fn insert(&mut self, block: &HostBlock, bytes: u64) {
         assert_eq!(block.bytes(), bytes, "the size of {block:?}");
         assert!(block.bytes_usable() >= bytes && block.ptr().0.is_multiple_of(512), "{block:?}");
-        let (start, end) = (block.ptr().0, block.ptr().0 + block.bytes_usable());
-        if let Some((&other, &other_end)) = self.ranges.range(..end).next_back() {
-            assert!(other_end <= start, "{start:#x}..{end:#x} overlaps {other:#x}..{other_end:#x}");
+        let usable = block.bytes_usable();
+        assert!(usable <= bytes + bytes / 8 + 512, "{usable} bytes for {bytes}: more than an eighth is wasted");
+        let (start, end) = (block.ptr().0, block.ptr().0 + usable);
+        if let Some((&other, range)) = self.ranges.range(..end).next_back() {
+            assert!(range.end <= start, "{start:#x}..{end:#x} overlaps {other:#x}..{:#x}", range.end);
         }
-        self.ranges.insert(start, end);
+        let of_graph = self.graph_ranges.iter().find(|range| range.start < end && start < range.end);
+        assert!(of_graph.is_none(), "{start:#x}..{end:#x} overlaps {of_graph:x?}");
+        self.ranges.insert(start, Range { end, bytes });
+        self.blocks_allocated += 1;
+        self.bytes_allocated += usable;
     }
 
     pub fn remove(&mut self, ptr: HostPtr) {
@@ -235,18 +252,25 @@ impl Run<'_> {
     /// Invalid and empty requests.
     pub fn invalid_calls(&mut self) {
         let empty = self.host.allocate(0).unwrap();
-        assert_eq!((empty.ptr(), empty.bytes()), (HostPtr(0), 0));
+        assert_eq!((empty.ptr(), empty.bytes(), empty.bytes_usable()), (HostPtr(0), 0, 0));
+        empty.record_use(&self.streams[0].0).unwrap();
         empty.free().unwrap();
-        let unknown = HostPtr(self.ranges.last_key_value().map_or(0x1000, |(_, &end)| end) + (1 << 45));
+        let unknown = HostPtr(self.ranges.last_key_value().map_or(0x1000, |(_, range)| range.end) + (1 << 45));
         assert!(!self.host.record_use_at(unknown, &self.streams[0].0).unwrap(), "{unknown} is no block");
         if let Some(live) = self.live.first() {
             let bytes = live.block.bytes();
             for (offset, len) in [(bytes, 1), (bytes - 1, 2), (u64::MAX, 2)] {
-                let outcome = live.block.read(offset, &mut vec![0; len]);
-                assert!(matches!(outcome, Err(Error::HostBounds { .. })), "{len} at {offset} of {bytes}: {outcome:?}");
+                let read = live.block.read(offset, &mut vec![0; len]);
+                for outcome in [read, live.block.write(offset, &vec![0; len])] {
+                    let is_refused = matches!(outcome, Err(Error::HostBounds { .. }));
+                    assert!(is_refused, "{len} at {offset} of {bytes}: {outcome:?}");
+                }
             }
         }
+        let calls = |sim: &SimDriver| sim.call_count(Call::HostAlloc) + sim.call_count(Call::HostRegister);
+        let before = calls(&self.machine.sim);
         let huge = self.context.rng.pick(&[1 << 47, 1 << 60, u64::MAX]);
         assert!(self.host.allocate(huge).is_err(), "{huge} bytes are pinned");
+        self.calls_refused += calls(&self.machine.sim) - before;
     }
 }

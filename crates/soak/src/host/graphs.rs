@@ -6,15 +6,24 @@ use std::sync::Arc;
 use warpool::driver::{Copies as _, HostPtr};
 use warpool::graph::{Capture, CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{DeviceAllocator, HostBlock};
-use warpool::{Error, Result, Stream};
+use warpool::{Error, Result};
 
 use super::blocks::{parts, write_tag};
 use super::{Run, SCRATCH};
 use crate::caught::caught;
 use crate::machine::Outcome;
 
+/// A range that a graph uses.
+#[derive(Debug)]
+pub struct GraphRange {
+    graph: u32,
+    pub start: u64,
+    pub end: u64,
+}
+
 /// A graph that copies from pinned memory.
 pub struct HostGraph {
+    number: u32,
     graph: Graph,
     /// Pinned blocks that it owns or that the program left to it.
     kept: Vec<HostPtr>,
@@ -35,14 +44,16 @@ impl Run<'_> {
         self.context.step(format!("capture on stream {index}"));
         let memory: Arc<dyn DeviceAllocator> = self.memory.clone();
         let graph = Graph::new(&memory, &stream.device(), GraphOptions::default()).unwrap();
-        let mut captured = HostGraph { graph, kept: Vec::new(), blocks: Vec::new(), last: None };
+        let number = self.next_graph;
+        self.next_graph += 1;
+        let mut captured = HostGraph { number, graph, kept: Vec::new(), blocks: Vec::new(), last: None };
         let mut gave_up = false;
         let armed = self.machine.arm(self.context);
         let HostGraph { graph, kept, blocks, .. } = &mut captured;
         let outcome = caught(|| {
             graph.capture(&stream, CaptureOptions::default(), |capture| {
                 self.machine.suspend();
-                let outcome = self.body(capture, &stream, kept, blocks, &mut gave_up);
+                let outcome = self.body(capture, number, kept, blocks, &mut gave_up);
                 self.machine.resume(&armed);
                 outcome
             })
@@ -63,7 +74,7 @@ impl Run<'_> {
     fn body(
         &mut self,
         capture: &mut Capture<'_>,
-        stream: &Stream,
+        number: u32,
         kept: &mut Vec<HostPtr>,
         blocks: &mut Vec<HostBlock>,
         gave_up: &mut bool,
@@ -72,7 +83,7 @@ impl Run<'_> {
             *gave_up = true;
             return Err(Error::NoDevice { driver: "none: the program gave up" });
         };
-        let scratch = capture.buffer(buffer)?.ptr();
+        let (scratch, stream) = (capture.buffer(buffer)?.ptr(), &capture.stream().clone());
         for _ in 0..1 + self.context.rng.below(6) {
             let bytes = self.bytes();
             match self.context.rng.below(6) {
@@ -86,6 +97,8 @@ impl Run<'_> {
                     write_tag(&block, tag);
                     // Recorded before it is used: a use that cannot be recorded is not made.
                     if self.machine.call(self.context, || block.record_use(stream)) == Outcome::Done(()) {
+                        let (start, end) = (block.ptr().0, block.ptr().0 + block.bytes_usable());
+                        self.graph_ranges.push(GraphRange { graph: number, start, end });
                         for (offset, len) in parts(bytes) {
                             let from = HostPtr(block.ptr().0 + offset);
                             self.machine.sim.copy(scratch.into(), from.into(), len, stream.id()).unwrap();
@@ -150,11 +163,12 @@ impl Run<'_> {
     }
 
     fn end(&mut self, captured: HostGraph) {
-        let HostGraph { mut graph, kept, blocks, .. } = captured;
+        let HostGraph { number, mut graph, kept, blocks, .. } = captured;
         if self.context.rng.one_in(2) {
             let _ = self.machine.call(self.context, || graph.reset());
         }
         drop(graph);
+        self.graph_ranges.retain(|range| range.graph != number);
         for ptr in kept {
             self.remove(ptr);
         }

@@ -15,7 +15,7 @@ use warpool::{DeviceVec, Stream};
 use self::graphs::Captured;
 use self::operation::Operation;
 use self::pinned::Pinned;
-use crate::allocators::Subject;
+use crate::allocators::{Allocators, Subject};
 use crate::context::Context;
 use crate::machine::{Machine, Outcome, device_id};
 use crate::unsafe_calls::{Add, load_add};
@@ -44,7 +44,7 @@ struct Run<'a> {
 /// Runs one program.
 pub fn run(context: &mut Context) {
     let machine = Machine::new(context, 1, STREAMS);
-    let subject = Subject::draw(context, &machine, false);
+    let subject = Subject::draw(context, &machine, Allocators::All);
     let host = HostAllocator::new(&machine.instance, PinnedSettings::default());
     let device = machine.device(0);
     let [generator, twin] = [0, 1].map(|_| {
@@ -197,7 +197,7 @@ impl Run<'_> {
         self.machine.check_contents();
         let Self { machine, subject, host, generator, twin, add, .. } = self;
         drop((generator, twin, add));
-        let Subject { allocator, caching, paged, limited, external } = subject;
+        let Subject { allocator, caching, paged, limited, external, .. } = subject;
         allocator.trim(device_id(0), MemPoolId::DEFAULT).unwrap();
         let stats = allocator.stats(device_id(0)).unwrap();
         assert_eq!(stats.active_bytes.all.current, 0, "active at the end");

@@ -71,7 +71,7 @@ pub unsafe extern "C" fn warpool_annotate(ptr: *mut c_void, text: *const c_char)
     boundary::status(|| {
         // SAFETY: null or null-terminated by this function's contract.
         let text = unsafe { boundary::text(text, "text") }?;
-        runtime::get()?.kind().annotate(device_ptr(ptr), text)
+        runtime::get()?.annotate(device_ptr(ptr), text)
     })
 }
 
@@ -185,5 +185,5 @@ pub extern "C" fn warpool_enable_peer_access(device: c_int, owner: c_int) -> c_i
 /// Whether memory may be mapped: then a copy between devices without peer access needs `cudaMemcpyPeerAsync`.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_maps_memory() -> c_int {
-    boundary::run(|| Ok(runtime::get()?.kind().maps_memory())).map_or(1, c_int::from)
+    boundary::run(|| Ok(runtime::get()?.allocator().maps_memory())).map_or(1, c_int::from)
 }

@@ -29,8 +29,8 @@ pub unsafe extern "C" fn warpool_checkpoint(
     boundary::status(|| {
         let runtime = runtime::get()?;
         let device = runtime.device_id(device)?;
-        let pool = runtime.routing.pool(runtime.kind(), device, pool)?;
-        let recorded = Box::new(Checkpoint(runtime.kind().checkpoint(device, pool)?));
+        let pool = runtime.routing.pool(runtime.allocator(), device, pool)?;
+        let recorded = Box::new(Checkpoint(runtime.checkpoints()?.checkpoint(device, pool)?));
         if checkpoint.is_null() {
             return Err(Error::Null { argument: "checkpoint" });
         }
@@ -59,7 +59,7 @@ pub unsafe extern "C" fn warpool_restore(
         let allocated = allocated.ok_or(Error::Null { argument: "allocated" })?;
         // SAFETY: null or alive by this function's contract.
         let checkpoint = unsafe { checkpoint.as_ref() }.ok_or(Error::Null { argument: "checkpoint" })?;
-        let restored = runtime::get()?.kind().restore(&checkpoint.0)?;
+        let restored = runtime::get()?.checkpoints()?.restore(&checkpoint.0)?;
         for ptr in restored.freed {
             // SAFETY: callable by this function's contract.
             unsafe { freed(user, c_pointer(ptr)) };

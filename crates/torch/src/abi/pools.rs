@@ -65,7 +65,7 @@ pub unsafe extern "C" fn warpool_pool_begin(
 pub extern "C" fn warpool_pool_end(device: c_int, pool: TorchPoolId) -> c_int {
     boundary::status(|| {
         let runtime = runtime::get()?;
-        runtime.routing.end(runtime.kind(), runtime.device_id(device)?, pool)
+        runtime.routing.end(runtime.allocator(), runtime.device_id(device)?, pool)
     })
 }
 
@@ -112,7 +112,7 @@ pub unsafe extern "C" fn warpool_pool_create_from(
 pub extern "C" fn warpool_pool_release(device: c_int, pool: TorchPoolId) -> c_int {
     boundary::status(|| {
         let runtime = runtime::get()?;
-        runtime.routing.release(runtime.kind(), runtime.device_id(device)?, pool)
+        runtime.routing.release(runtime.allocator(), runtime.device_id(device)?, pool)
     })
 }
 
@@ -131,7 +131,7 @@ pub extern "C" fn warpool_pool_uses(device: c_int, pool: TorchPoolId) -> c_int {
 pub extern "C" fn warpool_pool_use_on_oom(device: c_int, pool: TorchPoolId, on: c_int) -> c_int {
     boundary::status(|| {
         let runtime = runtime::get()?;
-        runtime.routing.set_use_on_oom(runtime.kind(), runtime.device_id(device)?, pool, on != 0)
+        runtime.routing.set_use_on_oom(runtime.allocator(), runtime.device_id(device)?, pool, on != 0)
     })
 }
 
@@ -166,7 +166,7 @@ pub unsafe extern "C" fn warpool_pool_has_exactly(
         let live: Vec<DevicePtr> = live.iter().map(|&ptr| device_ptr(ptr)).collect();
         let runtime = runtime::get()?;
         let device = runtime.device_id(device)?;
-        let found = runtime.routing.has_exactly(runtime.kind(), device, pool, &live)?;
+        let found = runtime.routing.has_exactly(runtime.allocator(), device, pool, &live)?;
         // SAFETY: `equal` is null or writable by this function's contract.
         unsafe { boundary::write_output(equal, "equal", c_int::from(found)) }
     })

@@ -76,29 +76,29 @@ mod tests {
         for settings in ["backend:native", "backend:paged"] {
             let sim = Arc::new(SimDriver::new(SimConfig::default()));
             let runtime = Runtime::new(sim.clone(), Settings::parse(settings).unwrap()).unwrap();
-            let (device, routing, kind) = (DeviceId(0), &runtime.routing, runtime.kind());
+            let (device, routing, allocator) = (DeviceId(0), &runtime.routing, runtime.allocator());
             // SAFETY: the function needs no argument, and any thread may call it.
             let filter = || unsafe { Filter::new(accept, None, ptr::null_mut()) };
             let stream = sim.create_foreign_stream(device, StreamOptions::default()).unwrap();
             // SAFETY: the simulated GPU looks handles up and never follows them.
             let handle = unsafe { ForeignStream::new(sim.stream_handle(stream).unwrap().raw) };
             for earlier in [1, 2] {
-                routing.begin(kind, device, pool(earlier), filter()).unwrap();
-                routing.end(kind, device, pool(earlier)).unwrap();
+                routing.begin(allocator, device, pool(earlier), filter()).unwrap();
+                routing.end(allocator, device, pool(earlier)).unwrap();
             }
-            routing.release(kind, device, pool(1)).unwrap();
+            routing.release(allocator, device, pool(1)).unwrap();
             assert_eq!(sim.capture_mode_exchange(CaptureMode::Global).unwrap(), CaptureMode::Global, "no pool is open");
 
-            routing.begin(kind, device, pool(3), filter()).unwrap();
+            routing.begin(allocator, device, pool(3), filter()).unwrap();
             sim.capture_begin(stream, CaptureMode::Global).unwrap();
-            routing.release(kind, device, pool(2)).unwrap();
+            routing.release(allocator, device, pool(2)).unwrap();
             // Like destroying a graph, a call that captures forbid.
             let ptr = sim.mem_alloc(device, 1 << 20).unwrap();
             assert!(matches!(sim.capture_state(stream).unwrap(), CaptureState::Active(_)), "{settings}");
             runtime.allocate(512, 0, handle).unwrap();
             assert_eq!(sim.capture_mode_exchange(CaptureMode::Global).unwrap(), CaptureMode::Global, "restored");
             sim.capture_end(stream).unwrap();
-            routing.end(kind, device, pool(3)).unwrap();
+            routing.end(allocator, device, pool(3)).unwrap();
             sim.mem_free(ptr).unwrap();
         }
     }
@@ -108,15 +108,15 @@ mod tests {
     fn an_allocation_behind_the_capture_restores_the_mode() {
         let sim = Arc::new(SimDriver::new(SimConfig::default()));
         let runtime = Runtime::new(sim.clone(), Settings::parse("backend:native").unwrap()).unwrap();
-        let (device, routing, kind) = (DeviceId(0), &runtime.routing, runtime.kind());
+        let (device, routing, allocator) = (DeviceId(0), &runtime.routing, runtime.allocator());
         // SAFETY: the function needs no argument, and any thread may call it.
         let filter = || unsafe { Filter::new(accept, None, ptr::null_mut()) };
         for number in [1, 2] {
-            routing.begin(kind, device, pool(number), filter()).unwrap();
+            routing.begin(allocator, device, pool(number), filter()).unwrap();
         }
-        routing.end(kind, device, pool(1)).unwrap();
-        routing.release(kind, device, pool(1)).unwrap();
-        std::thread::scope(|scope| scope.spawn(|| routing.end(kind, device, pool(2)).unwrap()).join()).unwrap();
+        routing.end(allocator, device, pool(1)).unwrap();
+        routing.release(allocator, device, pool(1)).unwrap();
+        std::thread::scope(|scope| scope.spawn(|| routing.end(allocator, device, pool(2)).unwrap()).join()).unwrap();
         assert_eq!(sim.capture_mode_exchange(CaptureMode::Relaxed).unwrap(), CaptureMode::Relaxed, "not yet");
         runtime.allocate(512, 0, ForeignStream::NULL).unwrap();
         assert_eq!(sim.capture_mode_exchange(CaptureMode::Global).unwrap(), CaptureMode::Global, "restored");

@@ -11,11 +11,10 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use warpool::memory::{MemPoolId, PoolOptions, PrivatePools, Upstream};
+use warpool::memory::{DeviceAllocator, MemPoolId, PoolOptions, Upstream};
 use warpool_driver::{DeviceId, DevicePtr, Driver};
 
 use super::{Filter, relaxed};
-use crate::allocator::Allocator;
 use crate::error::{Error, Result};
 use crate::torch_pool::TorchPoolId;
 use torch_pools::TorchPools;
@@ -72,13 +71,13 @@ impl Routing {
     /// Opens a scope, and adds a use of its pool, which `create` makes if there is none yet.
     pub(crate) fn begin_with(
         &self,
-        allocator: &Allocator,
+        allocator: &dyn DeviceAllocator,
         device: DeviceId,
         id: TorchPoolId,
         filter: Filter,
         create: impl FnOnce(PoolOptions) -> Result<MemPoolId>,
     ) -> Result<()> {
-        let pools = private_pools(allocator)?;
+        let pools = allocator.pools()?;
         relaxed::restore(driver(allocator))?;
         let is_open = |scopes: &[Scope]| scopes.iter().any(|scope| (scope.device, scope.id) == (device, id));
         if is_open(&self.scopes.read().unwrap_or_else(PoisonError::into_inner)) {
@@ -116,14 +115,20 @@ impl Routing {
 
     /// The same, with a plain pool.
     #[cfg(test)]
-    pub(crate) fn begin(&self, allocator: &Allocator, device: DeviceId, id: TorchPoolId, filter: Filter) -> Result<()> {
-        let pools = private_pools(allocator)?;
+    pub(crate) fn begin(
+        &self,
+        allocator: &dyn DeviceAllocator,
+        device: DeviceId,
+        id: TorchPoolId,
+        filter: Filter,
+    ) -> Result<()> {
+        let pools = allocator.pools()?;
         self.begin_with(allocator, device, id, filter, |options| Ok(pools.create_pool(device, options)?))
     }
 
     /// Closes the scope.
-    pub(crate) fn end(&self, allocator: &Allocator, device: DeviceId, id: TorchPoolId) -> Result<()> {
-        let pools = private_pools(allocator)?;
+    pub(crate) fn end(&self, allocator: &dyn DeviceAllocator, device: DeviceId, id: TorchPoolId) -> Result<()> {
+        let pools = allocator.pools()?;
         relaxed::restore(driver(allocator))?;
         let closed = {
             let mut scopes = self.scopes.write().unwrap_or_else(PoisonError::into_inner);
@@ -144,7 +149,7 @@ impl Routing {
 
     /// Ends a use of a pool. After the last its memory can be returned to the driver, once replays that PyTorch started
     /// on any stream are done. If it was a graph's, PyTorch destroys the graph next: an active capture stays valid.
-    pub(crate) fn release(&self, allocator: &Allocator, device: DeviceId, id: TorchPoolId) -> Result<()> {
+    pub(crate) fn release(&self, allocator: &dyn DeviceAllocator, device: DeviceId, id: TorchPoolId) -> Result<()> {
         let released = self.lock().release(device, id)?;
         if self.is_any_open() {
             relaxed::relax(driver(allocator))?;
@@ -152,8 +157,9 @@ impl Routing {
             relaxed::restore(driver(allocator))?;
         }
         let Some(pool) = released else { return Ok(()) };
-        allocator.record_replays(device, pool)?;
-        Ok(private_pools(allocator)?.release_pool(device, pool)?)
+        let pools = allocator.pools()?;
+        pools.record_pool_use_anywhere(device, pool)?;
+        Ok(pools.release_pool(device, pool)?)
     }
 
     pub(crate) fn uses(&self, device: DeviceId, id: TorchPoolId) -> u32 {
@@ -163,13 +169,13 @@ impl Routing {
     /// Whether free blocks of the pool serve the default pool before it runs out of memory.
     pub(crate) fn set_use_on_oom(
         &self,
-        allocator: &Allocator,
+        allocator: &dyn DeviceAllocator,
         device: DeviceId,
         id: TorchPoolId,
         on: bool,
     ) -> Result<()> {
         match self.lock().set_use_on_oom(device, id, on)? {
-            Some(pool) => Ok(private_pools(allocator)?.set_use_on_oom(device, pool, on)?),
+            Some(pool) => Ok(allocator.pools()?.set_use_on_oom(device, pool, on)?),
             None => Ok(()),
         }
     }
@@ -182,20 +188,20 @@ impl Routing {
     /// Whether exactly these addresses are allocated in the pool.
     pub(crate) fn has_exactly(
         &self,
-        allocator: &Allocator,
+        allocator: &dyn DeviceAllocator,
         device: DeviceId,
         id: TorchPoolId,
         live: &[DevicePtr],
     ) -> Result<bool> {
         match self.lock().get(device, id)? {
-            Some(pool) => Ok(private_pools(allocator)?.has_exactly(device, pool, live)?),
+            Some(pool) => Ok(allocator.pools()?.has_exactly(device, pool, live)?),
             None => Ok(live.is_empty()),
         }
     }
 
     /// Our pool in use of PyTorch's id.
-    pub(crate) fn pool(&self, allocator: &Allocator, device: DeviceId, id: TorchPoolId) -> Result<MemPoolId> {
-        let pools = private_pools(allocator)?;
+    pub(crate) fn pool(&self, allocator: &dyn DeviceAllocator, device: DeviceId, id: TorchPoolId) -> Result<MemPoolId> {
+        let pools = allocator.pools()?;
         self.lock().get_or_create(pools, device, id, |options| Ok(pools.create_pool(device, options)?))
     }
 
@@ -214,10 +220,6 @@ impl Routing {
     }
 }
 
-fn driver(allocator: &Allocator) -> &dyn Driver {
-    &**allocator.as_dyn().instance().driver()
-}
-
-fn private_pools(allocator: &Allocator) -> Result<&dyn PrivatePools> {
-    Ok(allocator.as_dyn().pools()?)
+fn driver(allocator: &dyn DeviceAllocator) -> &dyn Driver {
+    &**allocator.instance().driver()
 }

@@ -16,10 +16,9 @@ mod scopes;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use warpool::memory::{MemPoolId, PrivatePools, Route};
+use warpool::memory::{DeviceAllocator, MemPoolId, PrivatePools, Route};
 use warpool_driver::{CaptureState, DeviceId, ErrorCode, StreamId};
 
-use crate::allocator::Allocator;
 use crate::error::Result;
 use crate::torch_pool::TorchPoolId;
 use graph_pools::{GraphPools, Released};
@@ -51,8 +50,14 @@ impl Captures {
     }
 
     /// Opens a scope and adds a use to its pool; a new pool's memory carries the tag.
-    pub(crate) fn begin(&self, allocator: &Allocator, device: DeviceId, torch_pool: TorchPoolId, tag: Option<String>) {
-        let Some(pools) = allocator.pools() else { return };
+    pub(crate) fn begin(
+        &self,
+        allocator: &dyn DeviceAllocator,
+        device: DeviceId,
+        torch_pool: TorchPoolId,
+        tag: Option<String>,
+    ) {
+        let Ok(pools) = allocator.pools() else { return };
         if let Err(error) = self.close_finished(allocator) {
             tracing::warn!(%error, "the status of earlier captures could not be queried");
         }
@@ -72,13 +77,13 @@ impl Captures {
     #[cold]
     pub(crate) fn bind(
         &self,
-        allocator: &Allocator,
+        allocator: &dyn DeviceAllocator,
         device: DeviceId,
         stream: StreamId,
         create: impl FnOnce(Option<&str>) -> Result<MemPoolId>,
     ) -> Result<()> {
         let CaptureState::Active(capture) = capture_state(allocator, stream)? else { return Ok(()) };
-        let Some(pools) = allocator.pools() else { return Ok(()) };
+        let Ok(pools) = allocator.pools() else { return Ok(()) };
         // Locked until the pool is routed, so that other threads of the same capture wait for it. Under the lock the
         // driver is called only if `capture_began` failed before.
         let mut state = self.lock();
@@ -105,8 +110,8 @@ impl Captures {
     }
 
     /// Closes a scope after its capture: the newest of that pool that this thread opened, else the newest.
-    pub(crate) fn end(&self, allocator: &Allocator, device: DeviceId, torch_pool: TorchPoolId) -> Result<()> {
-        let Some(pools) = allocator.pools() else { return Ok(()) };
+    pub(crate) fn end(&self, allocator: &dyn DeviceAllocator, device: DeviceId, torch_pool: TorchPoolId) -> Result<()> {
+        let Ok(pools) = allocator.pools() else { return Ok(()) };
         let mut state = self.lock();
         match state.scopes.take_ended(device, torch_pool)? {
             EndedScope::Open(index) => self.close(state, pools, index),
@@ -116,21 +121,26 @@ impl Captures {
 
     /// Ends one use of a pool. After the last one its memory can be returned to the driver, once replays that PyTorch
     /// started on any stream are done.
-    pub(crate) fn release(&self, allocator: &Allocator, device: DeviceId, torch_pool: TorchPoolId) -> Result<()> {
-        let Some(pools) = allocator.pools() else { return Ok(()) };
+    pub(crate) fn release(
+        &self,
+        allocator: &dyn DeviceAllocator,
+        device: DeviceId,
+        torch_pool: TorchPoolId,
+    ) -> Result<()> {
+        let Ok(pools) = allocator.pools() else { return Ok(()) };
         let mut state = self.lock();
         let Released::Last(pool) = state.pools.release(device, torch_pool)? else { return Ok(()) };
         state.scopes.forget_closed_early(device, torch_pool);
         drop(state);
         let Some(pool) = pool else { return Ok(()) };
-        allocator.record_replays(device, pool)?;
+        pools.record_pool_use_anywhere(device, pool)?;
         Ok(pools.release_pool(device, pool)?)
     }
 
     /// Closes scopes whose capture has ended although PyTorch did not close them, as happens when ending the capture
     /// fails. Their pools stay in use, since other graphs may share them.
-    pub(crate) fn close_finished(&self, allocator: &Allocator) -> Result<()> {
-        let Some(pools) = allocator.pools() else { return Ok(()) };
+    pub(crate) fn close_finished(&self, allocator: &dyn DeviceAllocator) -> Result<()> {
+        let Ok(pools) = allocator.pools() else { return Ok(()) };
         let bound = self.lock().scopes.bound();
         for bound in bound {
             let is_over = match capture_state(allocator, bound.stream)? {
@@ -159,8 +169,8 @@ impl Captures {
 
     /// This thread empties the cache, so its captures that never allocated are probably over: the allocator stops
     /// counting them. Their scopes stay open, so an allocation in such a capture still gets its pool.
-    pub(crate) fn suspend_unbound(&self, allocator: &Allocator) -> Result<()> {
-        let Some(pools) = allocator.pools() else { return Ok(()) };
+    pub(crate) fn suspend_unbound(&self, allocator: &dyn DeviceAllocator) -> Result<()> {
+        let Ok(pools) = allocator.pools() else { return Ok(()) };
         self.lock().scopes.withdraw_unbound(|device| Ok(pools.capture_ended(device)?))
     }
 
@@ -203,8 +213,8 @@ impl Captures {
     }
 }
 
-fn capture_state(allocator: &Allocator, stream: StreamId) -> Result<CaptureState> {
-    match allocator.as_dyn().instance().driver().capture_state(stream) {
+fn capture_state(allocator: &dyn DeviceAllocator, stream: StreamId) -> Result<CaptureState> {
+    match allocator.instance().driver().capture_state(stream) {
         Ok(state) => Ok(state),
         // The default stream cannot capture (the code means that another stream does), nor can a destroyed one.
         Err(error) if matches!(error.code, ErrorCode::StreamCaptureImplicit | ErrorCode::InvalidHandle) => {

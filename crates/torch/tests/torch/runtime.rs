@@ -153,12 +153,12 @@ fn statistics_of_pages() {
     runtime.free(one, 1).unwrap();
     let stats: BTreeMap<_, _> = runtime.page_stats(1).unwrap().named().into_iter().collect();
     assert_eq!((stats["active_bytes"], stats["free_mapped_bytes"]), (1 << 20, 65 << 20));
-    assert_eq!((stats["reserved_bytes"], stats["pages"], stats["pages_created"]), (66 << 20, 33, 33));
+    assert_eq!((stats["reserved_bytes"], stats["pages"], stats["pages_created"]), (66 << 20, 17, 17));
     // On another stream: no new pages.
     let other = stream(&sim, SECOND);
     runtime.malloc(32 * MIB, 1, other).unwrap();
     let stats = runtime.page_stats(1).unwrap();
-    assert_eq!((stats.pages, stats.totals.taken, stats.bytes_mapped_twice), (33, 16, 32 << 20));
+    assert_eq!((stats.pages, stats.totals.taken, stats.bytes_mapped_twice), (17, 8, 32 << 20));
     runtime.free(two, 1).unwrap();
     assert_eq!(runtime.page_stats(0).unwrap().named().iter().map(|&(_, value)| value).sum::<u64>(), 0);
 }
@@ -176,11 +176,10 @@ fn allocators_without_pages_have_no_statistics_of_them() {
 #[test]
 fn settings_of_the_paged_allocator_change_at_run_time() {
     let (_, runtime) = two_devices("backend:paged");
-    runtime.set_settings("paged_slack:2,max_split_size_mb:200").unwrap();
-    assert_eq!(runtime.settings().to_conf_string(), "backend:paged,max_split_size_mb:200,paged_slack:2");
+    runtime.set_settings("max_split_size_mb:200").unwrap();
+    assert_eq!(runtime.settings().to_conf_string(), "backend:paged,max_split_size_mb:200");
     let text = runtime.set_settings("backend:native").unwrap_err().to_string();
     assert!(text.contains("the backend is paged and cannot be changed"), "{text}");
-    assert_eq!(runtime.settings().paged_slack, 2.0);
 }
 
 #[test]

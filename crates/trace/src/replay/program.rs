@@ -98,12 +98,12 @@ impl Program {
                     self.slots[slot as usize] = allocator.allocate_raw(request)?.ptr;
                 }
                 ProgramStep::Free { slot } => {
-                    allocator.free_on(device, std::mem::replace(&mut self.slots[slot as usize], DevicePtr(0)))?;
+                    allocator.free_raw(std::mem::replace(&mut self.slots[slot as usize], DevicePtr(0)))?;
                 }
                 ProgramStep::RecordUseAndFree { slot } => {
                     let ptr = std::mem::replace(&mut self.slots[slot as usize], DevicePtr(0));
                     allocator.record_use_raw(ptr, other)?;
-                    allocator.free_on(device, ptr)?;
+                    allocator.free_raw(ptr)?;
                 }
             }
         }
@@ -114,7 +114,7 @@ impl Program {
     ///
     /// # Errors
     /// That of the allocator.
-    pub fn free_rest(&mut self, allocator: &dyn DeviceAllocator, device: DeviceId) -> warpool::Result<()> {
-        self.slots.iter_mut().try_for_each(|slot| allocator.free_on(device, std::mem::replace(slot, DevicePtr(0))))
+    pub fn free_rest(&mut self, allocator: &dyn DeviceAllocator) -> warpool::Result<()> {
+        self.slots.iter_mut().try_for_each(|slot| allocator.free_raw(std::mem::replace(slot, DevicePtr(0))))
     }
 }

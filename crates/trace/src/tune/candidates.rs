@@ -162,7 +162,6 @@ pub fn candidates(devices: &[&DeviceReplay<'_>]) -> Vec<Candidate> {
         }
     }
     candidates.push(Candidate::allocator(AllocatorChoice::Paged, ""));
-    candidates.push(Candidate::allocator(AllocatorChoice::Paged, "paged_slack:2"));
     candidates.push(Candidate::allocator(AllocatorChoice::DriverPool, ""));
     without_repetitions(candidates)
 }

@@ -120,6 +120,6 @@ fn candidates_say_how_to_switch_them_on() {
     assert_eq!(apply(""), "unset PYTORCH_CUDA_ALLOC_CONF");
     let paged = |entries: &str| Candidate::allocator(AllocatorChoice::Paged, entries).apply();
     assert_eq!(paged(""), "pip install warpool\nimport warpool.torch; warpool.torch.enable()");
-    assert!(paged("paged_slack:2").ends_with("warpool.torch.enable(\"backend:paged,paged_slack:2\")"));
+    assert!(paged("memory_cap_mb:64").ends_with("warpool.torch.enable(\"backend:paged,memory_cap_mb:64\")"));
     assert_eq!(Candidate::recorded(&Default::default()).apply(), "keep the settings as they are");
 }

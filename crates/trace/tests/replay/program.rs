@@ -35,7 +35,7 @@ fn program_does_what_was_recorded() {
             assert_eq!(stats.allocation.all.allocated, (round + 1) * report.allocations, "{name}");
             let (live, peak) = (stats.allocated_bytes.all.peak, report.peak_live_bytes);
             assert!(live.abs_diff(peak) * 1000 < peak, "{name}: {live}, recorded {peak}");
-            program.free_rest(&allocator, DEVICE).expect("its own blocks");
+            program.free_rest(&allocator).expect("its own blocks");
             assert_eq!(allocator.stats(DEVICE).expect("a device").allocated_bytes.all.current, 0, "{name}");
         }
     }

@@ -112,7 +112,7 @@ impl Running {
             99 if self.program.toggles && self.rng.u32(..5) == 0 => {
                 let settings = self.allocator.settings();
                 let expandable_segments = !settings.expandable_segments;
-                self.allocator.set_settings(Settings { expandable_segments, ..Settings::clone(&settings) });
+                self.allocator.set_settings(Settings { expandable_segments, ..Settings::clone(&settings) }).unwrap();
             }
             _ => {}
         }

@@ -154,9 +154,9 @@ fn settings_in_force_and_their_differences_are_reported() {
         "max_split_size_mb:64 | max_split_size_mb 40 64, garbage_collection_threshold 0.7 off, \
          roundup_power2_divisions 8 off"
     );
-    let paged = WhatIf { allocator: AllocatorChoice::Paged, ..set("max_split_size_mb:64,paged_slack:1") };
+    let paged = WhatIf { allocator: AllocatorChoice::Paged, ..set("max_split_size_mb:64,memory_cap_mb:4096") };
     let paged = report(&paged);
-    assert_eq!(shown(&paged), "paged_slack:1 | paged_slack 0 1");
+    assert_eq!(shown(&paged), "memory_cap_mb:4096 | memory_cap_mb none 4096");
     assert_eq!(paged.warnings.len(), 1, "{:?}", paged.warnings);
     assert!(paged.warnings[0].contains("`max_split_size_mb`: no effect: the backend paged"), "{:?}", paged.warnings);
     let driver_pool = WhatIf { allocator: AllocatorChoice::DriverPool, ..set("expandable_segments:True") };

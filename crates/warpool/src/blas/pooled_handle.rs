@@ -10,6 +10,7 @@ use warpool_driver::{BlasMath, CaptureId, DeviceId, DevicePtr, Driver, HandleId,
 
 use super::workspace::{BlasState, CapturedWorkspaces, Workspace, WorkspaceRef};
 use crate::capture::CaptureRecord;
+use crate::defect::Defect;
 use crate::handle::LibraryKind;
 use crate::memory::{CaptureMemory, Request};
 use crate::{Device, Instance, Result, Stream};
@@ -194,8 +195,11 @@ impl PooledHandle {
             return Ok(WorkspaceRef { workspace: None, bytes, epoch });
         }
         let key = (Some(capture), self.id, stream);
+        let is_same = |(of, handle, on)| {
+            (of, handle) == (key.0, key.1) && (on == stream || Defect::WorkspaceForgetsStream.is_on())
+        };
         let found = record.with(|CapturedWorkspaces(workspaces)| {
-            workspaces.iter().find(|workspace| workspace.key == key && workspace.bytes() >= bytes).cloned()
+            workspaces.iter().find(|workspace| is_same(workspace.key) && workspace.bytes() >= bytes).cloned()
         });
         if let Some(workspace) = found {
             return Ok(WorkspaceRef { workspace: Some(workspace), bytes, epoch });

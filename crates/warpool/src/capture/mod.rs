@@ -9,8 +9,8 @@ mod polling;
 mod registry;
 mod relaxed;
 
-pub(crate) use crate::capture_gate::{FrozenCaptures, FrozenForCall};
 pub(crate) use crate::capture_status::CaptureStatus;
+pub(crate) use crate::sync::{FrozenCaptures, FrozenForCall};
 pub(crate) use capture_safe::CaptureSafe;
 pub use polling::Polling;
 pub(crate) use polling::guards_of_thread;

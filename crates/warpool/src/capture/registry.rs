@@ -12,10 +12,10 @@ use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, DeviceId, Driver, DriverError, ErrorCode};
 
 use super::pollers::{HoldOff, Pollers};
-use crate::capture_gate::{CaptureChange, FrozenCaptures, FrozenForCall};
 use crate::capture_status::CaptureStatus;
 use crate::error::GraphError;
 use crate::instance::{Extension, ExtensionSlot};
+use crate::sync::{CaptureChange, FrozenCaptures, FrozenForCall};
 use crate::{Instance, Result, Stream, lock};
 
 /// The active captures that graphs have begun, and the threads that poll.

@@ -18,6 +18,7 @@ use warpool_driver::{
 use super::capture::Capture;
 use super::keys::BufferOffset;
 use super::retired::{EndOutcome, GraphObject, RetiredGraphs};
+use crate::defect::Defect;
 use crate::error::GraphError;
 use crate::{Error, Result, Stream, launch};
 
@@ -93,7 +94,8 @@ impl Capture<'_> {
     /// Captures a body that runs while `flag` is true. The flag is read before the first run and after each run. The
     /// body must change the flag, or it runs forever. Otherwise as [`if_node`](Self::if_node).
     pub fn while_node<R>(&mut self, flag: Flag, body: impl FnOnce(&mut Capture<'_>) -> Result<R>) -> Result<R> {
-        self.conditional(flag, ConditionalKind::While, body)
+        let kind = if Defect::WhileRunsOnce.is_on() { ConditionalKind::If } else { ConditionalKind::While };
+        self.conditional(flag, kind, body)
     }
 
     fn conditional<R>(

@@ -21,7 +21,7 @@ use std::sync::{Arc, OnceLock};
 use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DeviceProperties, Driver, StreamId, source_line};
 
-use crate::capture_gate::CaptureGate;
+use crate::sync::CaptureGate;
 use crate::{Error, Result};
 
 pub use current::{DeviceGuard, MultiStreamGuard, StreamGuard};

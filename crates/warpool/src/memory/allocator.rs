@@ -1,110 +1,27 @@
-//! The trait [`DeviceAllocator`], which every device allocator implements, and the plain data types of its calls.
+//! The trait [`DeviceAllocator`], which every device allocator implements.
 //!
 //! The trait uses addresses and ids, for C callers and replays; [`DeviceBlock`](super::DeviceBlock) is the owning
 //! wrapper. The contract is documented only here, and one conformance suite tests every allocator against it.
 
 use std::fmt;
+use std::sync::Arc;
 
-use warpool_driver::{DeviceId, DevicePtr, PhysicalId, StreamId};
+use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
-use super::{HistoryOptions, MemPoolId, Observers, PrivatePools, Snapshot, Stats};
-use crate::{Instance, Result};
-
-/// A request for memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
-    /// The device.
-    pub device: DeviceId,
-    /// The stream whose work uses it. Uses on other streams must be [recorded](DeviceAllocator::record_use_raw).
-    pub stream: StreamId,
-    /// The size. 0 gives the null address, which need not be freed.
-    pub bytes: u64,
-    /// The pool; `None` uses the pool that the calling thread or the stream is routed to, usually the default pool.
-    pub pool: Option<MemPoolId>,
-}
-
-impl Request {
-    /// A request for `bytes` on `stream` of `device`, from the pool that the thread or stream is routed to.
-    #[must_use]
-    pub const fn new(device: DeviceId, stream: StreamId, bytes: u64) -> Self {
-        Self { device, stream, bytes, pool: None }
-    }
-
-    /// The same request from `pool`.
-    #[must_use]
-    pub const fn in_pool(mut self, pool: MemPoolId) -> Self {
-        self.pool = Some(pool);
-        self
-    }
-}
-
-/// An allocation as plain data. It owns nothing: copying or dropping it has no effect.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Allocation {
-    /// Its address. Null if 0 bytes were requested.
-    pub ptr: DevicePtr,
-    /// The block's size, at least the requested size.
-    pub bytes: u64,
-    /// The requested size.
-    pub bytes_requested: u64,
-    /// The device.
-    pub device: DeviceId,
-    /// The stream that it was allocated for.
-    pub stream: StreamId,
-    /// An index that lets the allocator find the block without a search; 0 if the allocator does not use one.
-    pub slot: u64,
-    /// Distinguishes it from earlier allocations of the same memory. Freeing a stale one has no effect.
-    pub generation: u32,
-}
-
-/// Physical memory that backs part of a block, and the address where it is mapped. For sharing the block with another
-/// process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MappedPart {
-    /// Its address.
-    pub ptr: DevicePtr,
-    /// Its size.
-    pub bytes: u64,
-    /// The physical memory.
-    pub physical: PhysicalId,
-}
-
-impl Allocation {
-    /// The result of a request for 0 bytes.
-    pub(crate) fn empty(device: DeviceId, stream: StreamId) -> Self {
-        Self { ptr: DevicePtr(0), bytes: 0, bytes_requested: 0, device, stream, slot: 0, generation: 0 }
-    }
-}
-
-/// Proves that a call comes from a graph: only this crate can construct one.
-#[doc(hidden)]
-#[derive(Clone, Copy, Debug)]
-pub struct GraphKey(());
-
-impl GraphKey {
-    pub(super) const NEW: Self = Self(());
-}
-
-/// What a snapshot contains.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SnapshotOptions {
-    /// Include only segments of this pool; `None` includes all.
-    pub pool: Option<MemPoolId>,
-    /// Whether to include the history.
-    pub traces: bool,
-}
-
-impl Default for SnapshotOptions {
-    fn default() -> Self {
-        Self { pool: None, traces: true }
-    }
-}
+use super::{
+    Allocation, Checkpoints, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats, PrivatePools,
+    Request, Settings, Snapshot, SnapshotOptions, Stats,
+};
+use crate::{Error, Instance, Result};
 
 /// An allocator of device memory, for all devices of one [`Instance`].
 ///
 /// A block is allocated for a stream. Once freed, it may be reused on the same stream immediately, because stream order
 /// protects it. A block that other streams used as well ([`record_use_raw`](Self::record_use_raw)) is reused only after
 /// their work is done.
+///
+/// What only some allocators can do fails with [`Error::Unsupported`] in the others: that is what the default methods
+/// do, unless they say otherwise.
 ///
 /// - Every method may be called from any thread at any time, even while a stream is capturing.
 /// - A failed call has no visible effect except on statistics.
@@ -124,18 +41,33 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
     /// The instance whose memory it allocates.
     fn instance(&self) -> &Instance;
 
-    /// Allocates memory. [`Error::OutOfMemory`](crate::Error::OutOfMemory) carries a report of the device's memory.
+    /// Allocates memory. [`Error::OutOfMemory`] carries a report of the device's memory.
     fn allocate_raw(&self, request: Request) -> Result<Allocation>;
 
     /// Frees the allocation that starts at `ptr`; null is ignored.
-    /// [`Error::UnknownPointer`](crate::Error::UnknownPointer) if there is none.
+    /// [`Error::UnknownPointer`] if there is none.
     fn free_raw(&self, ptr: DevicePtr) -> Result<()>;
 
-    /// As [`free_raw`](Self::free_raw), for a caller that knows the device: an allocator with a table per device
-    /// searches only that table.
-    fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
-        let _ = device;
-        self.free_raw(ptr)
+    /// Allocates cached memory on the hot path alone, for frameworks that call this on every allocation. `None`,
+    /// without any change, if more is needed, and by default: call [`allocate_raw`](Self::allocate_raw) then.
+    #[must_use]
+    fn allocate_cached(&self, request: &Request) -> Option<DevicePtr> {
+        let _ = request;
+        None
+    }
+
+    /// Frees the allocation that starts at `ptr` on `device` on the hot path alone. `false`, without any change, if
+    /// there is none or more is needed, and by default: call [`free_raw`](Self::free_raw) then.
+    fn free_cached(&self, device: DeviceId, ptr: DevicePtr) -> bool {
+        let _ = (device, ptr);
+        false
+    }
+
+    /// As [`allocate_raw`](Self::allocate_raw), but at `ptr`, out of a free block of the same stream and pool that
+    /// contains the range. Makes no driver call.
+    fn allocate_at(&self, request: Request, ptr: DevicePtr) -> Result<Allocation> {
+        let _ = (request, ptr);
+        unsupported(self.name(), "allocation at a given address")
     }
 
     /// Records that work on `stream` uses the allocation that starts at `ptr`. Its memory is then reused only after the
@@ -168,8 +100,34 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
         }
     }
 
+    /// Writes `text` into the history, with the allocation that starts at `ptr`.
+    fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
+        let _ = (ptr, text);
+        unsupported(self.name(), "annotations of blocks")
+    }
+
+    /// The physical memory of the allocation that starts at `ptr`, in the order of the addresses. The first part may
+    /// begin before it, and the last may end after it. They stay mapped as long as it is allocated. Empty if the
+    /// allocator did not map its memory, as by default.
+    fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
+        let _ = ptr;
+        Ok(Vec::new())
+    }
+
+    /// Whether memory may be mapped: then a copy between devices without peer access needs the driver's call for that.
+    fn maps_memory(&self) -> bool {
+        true
+    }
+
+    /// Lets kernels on `device` access this allocator's memory on `owner`, present and future. A second call changes
+    /// nothing.
+    fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+        let _ = (device, owner);
+        unsupported(self.name(), "peer access")
+    }
+
     /// Records that a graph owns the allocation. Freeing it fails with
-    /// [`Error::HeldByGraph`](crate::Error::HeldByGraph) until every `hold` is matched by an
+    /// [`Error::HeldByGraph`] until every `hold` is matched by an
     /// [`end_hold`](Self::end_hold).
     #[doc(hidden)]
     fn hold(&self, allocation: Allocation, key: GraphKey) -> Result<()> {
@@ -192,11 +150,34 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
     fn largest_available(&self, device: DeviceId) -> Result<u64>;
 
     /// Limits reserved memory to this fraction of the device's memory; 1 is no limit.
-    /// [`Error::Fraction`](crate::Error::Fraction) outside of [0, 1].
+    /// [`Error::Fraction`] outside of [0, 1].
     fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()>;
 
     /// The fraction that is set.
     fn memory_fraction(&self, device: DeviceId) -> Result<f64>;
+
+    /// Limits reserved memory to `bytes`, in addition to the fraction; `None` is no limit.
+    fn set_memory_cap(&self, device: DeviceId, bytes: Option<u64>) -> Result<()> {
+        let _ = (device, bytes);
+        unsupported(self.name(), "a memory cap that changes at run time")
+    }
+
+    /// The settings in effect; the defaults in a forked child.
+    fn settings(&self) -> Arc<Settings>;
+
+    /// Changes the settings. Cached memory stays. Memory fraction and cap keep their initial values, or those of the
+    /// last call that set them.
+    fn set_settings(&self, settings: Settings) -> Result<()> {
+        let _ = settings;
+        unsupported(self.name(), "settings that change at run time")
+    }
+
+    /// Turns caching off or on. While it is off, every request is a driver call and appears in no statistics. Memory is
+    /// freed the way it was allocated.
+    fn set_caching(&self, on: bool) -> Result<()> {
+        let _ = on;
+        unsupported(self.name(), "switching caching off")
+    }
 
     /// The statistics of a device.
     fn stats(&self, device: DeviceId) -> Result<Stats>;
@@ -207,6 +188,12 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
     /// Resets the accumulated statistics to 0.
     fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()>;
 
+    /// What a device's pages are used for.
+    fn page_stats(&self, device: DeviceId) -> Result<PageStats> {
+        let _ = device;
+        unsupported(self.name(), "statistics of pages")
+    }
+
     /// The state of all devices as plain data.
     fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot>;
 
@@ -216,6 +203,15 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
     /// The observers of this allocator.
     fn observers(&self) -> &Observers;
 
-    /// Its private pools; [`Error::Unsupported`](crate::Error::Unsupported) if it has none.
+    /// Its private pools; [`Error::Unsupported`] if it has none.
     fn pools(&self) -> Result<&dyn PrivatePools>;
+
+    /// Checkpoints of its private pools.
+    fn checkpoints(&self) -> Result<&dyn Checkpoints> {
+        unsupported(self.name(), "checkpoints of pools")
+    }
+}
+
+fn unsupported<T>(allocator: &'static str, what: &'static str) -> Result<T> {
+    Err(Error::Unsupported { allocator, what })
 }

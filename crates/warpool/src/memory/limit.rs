@@ -22,25 +22,18 @@ impl Limits {
 
     /// Sets the memory fraction. [`Error::Fraction`] if it is not in [0, 1].
     pub(crate) fn set_fraction(&mut self, fraction: f64) -> Result<()> {
-        self.fraction = checked_fraction(fraction)?;
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(Error::Fraction { fraction: fraction.to_string() });
+        }
+        self.fraction = fraction;
         Ok(())
     }
 
     /// The lower of the two limits; `None` is no limit.
     pub(crate) fn bytes(self, bytes_total: u64) -> Option<u64> {
-        limit_bytes(bytes_total, self.fraction, self.cap)
+        let by_fraction = (self.fraction < 1.0).then(|| share_of(bytes_total, self.fraction));
+        [by_fraction, self.cap].into_iter().flatten().min()
     }
-}
-
-/// A memory fraction, which must be in [0, 1].
-pub(crate) fn checked_fraction(fraction: f64) -> Result<f64> {
-    if (0.0..=1.0).contains(&fraction) { Ok(fraction) } else { Err(Error::Fraction { fraction: fraction.to_string() }) }
-}
-
-/// The lower of the memory fraction and the cap; `None` is no limit.
-pub(crate) fn limit_bytes(bytes_total: u64, fraction: f64, cap: Option<u64>) -> Option<u64> {
-    let by_fraction = (fraction < 1.0).then(|| share_of(bytes_total, fraction));
-    [by_fraction, cap].into_iter().flatten().min()
 }
 
 /// A fraction of `bytes`, rounded to the nearest byte.

@@ -59,12 +59,14 @@
 //! - [`CachingAllocator::allocate_at`] writes no history entries about the parts that it splits off.
 //! - Sharing a block with other processes is left to the caller: [`MappedPart`]s describe its mappings.
 
+mod allocation;
 mod allocator;
 mod asleep_ranges;
 mod caching;
 mod capture_count;
 mod capture_memory;
 mod checkpoint;
+mod core;
 mod decorate;
 mod device_block;
 mod external;
@@ -73,10 +75,13 @@ mod host;
 mod limit;
 mod paged;
 mod pool;
+mod pool_owner;
 mod pool_sleep;
+mod pool_table;
 mod private_pools;
 mod report;
 mod scopes;
+mod segment_source;
 mod settings;
 mod shortage;
 mod size_rules;
@@ -87,18 +92,19 @@ mod uncached;
 pub use crate::error::{OomCause, OomReport, PageShortage, PinnedCapReport};
 pub use crate::pool_id::MemPoolId;
 #[doc(hidden)]
-pub use allocator::GraphKey;
-pub use allocator::{Allocation, DeviceAllocator, MappedPart, Request, SnapshotOptions};
+pub use allocation::GraphKey;
+pub use allocation::{Allocation, MappedPart, Request, SnapshotOptions};
+pub use allocator::DeviceAllocator;
 pub use caching::CachingAllocator;
 pub(crate) use capture_memory::CaptureMemory;
-pub use checkpoint::{PoolCheckpoint, Restored};
+pub use checkpoint::{Checkpoints, PoolCheckpoint, Restored};
 pub use decorate::{AllocatorCall, Decorator, FreeCall, Limited, Traced};
 pub use device_block::{Allocate, DeviceBlock};
 pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, RawStream};
 pub(crate) use hold::{BlockHold, HeldBlock};
 pub(crate) use host::CapturedHostPools;
 pub use host::{HostAllocator, HostBlock, HostGraphPool, HostStats, HostTime};
-pub use paged::{PageStats, PageTotals, PagedAllocator};
+pub use paged::PagedAllocator;
 pub use pool::{MemPool, PoolScope};
 pub(crate) use pool_sleep::SleepingPools;
 #[doc(hidden)]
@@ -110,9 +116,9 @@ pub use private_pools::{PoolOptions, PoolUser, PrivatePools, Route, Upstream};
 pub(crate) use report::with_metadata;
 pub use report::{
     Action, Annotation, BlockInfo, BlockState, Frame, HistoryEntry, HistoryOptions, ObserverId, Observers, OomObserver,
-    PressureCallback, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, Stack, StackHook, StackId, StackLevel,
-    Stat, StatByKind, Stats, TextId, Texts, TraceEntry, Tracker, TrimHook, pop_compile_context, push_compile_context,
-    set_user_metadata, user_metadata,
+    PageStats, PageTotals, PressureCallback, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, Stack, StackHook,
+    StackId, StackLevel, Stat, StatByKind, Stats, TextId, Texts, TraceEntry, Tracker, TrimHook, pop_compile_context,
+    push_compile_context, set_user_metadata, user_metadata,
 };
 pub use settings::{
     Backend, FreeBlockOrder, Lint, Origin, PinnedSettings, Problem, Reserve, SettingValue, Settings, SettingsError,

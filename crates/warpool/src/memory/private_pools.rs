@@ -14,7 +14,7 @@ use crate::{Error, Result};
 /// How a pool is created.
 #[derive(Clone, Default)]
 pub struct PoolOptions {
-    /// Where its segments come from; `None` is the driver.
+    /// Where its segments come from; `None` is the driver. [`Error::Unsupported`] with an allocator without a cache.
     pub upstream: Option<Arc<dyn Upstream>>,
     /// Whether its free blocks serve the default pool when it cannot get a new segment. Not after a capture has
     /// allocated from it: the graph continues to use that memory.
@@ -181,6 +181,11 @@ pub trait PrivatePools: Send + Sync {
     /// Records that work on `streams` uses the pool's memory although it was allocated for other streams, as replays of
     /// a graph do. The pool's memory is returned to the driver only after that work is done. Makes no driver call.
     fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()>;
+
+    /// As [`record_pool_uses`](Self::record_pool_uses), for work on unknown streams, such as replays that a framework
+    /// launches itself. The pool's memory is returned to the driver, and used elsewhere, only after all work of the
+    /// device is done, and not while a capture is active.
+    fn record_pool_use_anywhere(&self, device: DeviceId, pool: MemPoolId) -> Result<()>;
 
     /// The interface that [`Tags`](super::Tags) need; `None` if its pools cannot sleep.
     #[doc(hidden)]

@@ -1,4 +1,4 @@
-//! The out-of-memory report of an allocator that has statistics but no list of its free blocks.
+//! The out-of-memory report as far as statistics tell it. An allocator that knows its free blocks fills in the rest.
 
 use warpool_driver::MemoryInfo;
 

@@ -141,7 +141,7 @@ impl TestContext {
 
     /// Changes the settings.
     pub fn set(&self, settings: &str) {
-        self.allocator.set_settings(self.allocator.settings().updated(settings).unwrap());
+        self.allocator.set_settings(self.allocator.settings().updated(settings).unwrap()).unwrap();
         self.allocator.check();
     }
 

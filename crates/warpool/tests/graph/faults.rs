@@ -139,7 +139,7 @@ fn a_capture_that_is_over_does_not_count_though_its_status_cannot_be_read() {
     let fixture = FaultyFixture::new();
     let device = fixture.instance.device(0).unwrap();
     let uncached = Arc::new(CachingAllocator::new(&fixture.instance, Settings::default()));
-    uncached.set_caching(false);
+    uncached.set_caching(false).unwrap();
     let uncached: Arc<dyn DeviceAllocator> = uncached;
     let block = uncached.allocate(512, &fixture.side).unwrap();
     let mut graph = Graph::new(&fixture.allocator, &device, GraphOptions::default()).unwrap();

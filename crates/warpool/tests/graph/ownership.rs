@@ -8,8 +8,8 @@ use warpool::Error;
 use warpool::driver::{Copies as _, Pattern};
 use warpool::graph::{BufferKey, CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Allocate as _, AllocatorCall, CachingAllocator, DeviceAllocator, DeviceBlock, Limited, MemPool, MemPoolId,
-    PoolOptions, Route, Settings, Traced,
+    Allocate as _, AllocatorCall, CachingAllocator, Checkpoints as _, DeviceAllocator, DeviceBlock, Limited, MemPool,
+    MemPoolId, PoolOptions, Route, Settings, Traced,
 };
 
 use crate::common::memory::{FIRST, MIB};
@@ -190,12 +190,12 @@ fn dropped_blocks_trims_and_settings_leave_a_graph_its_memory() {
     fixture.context.allocator.trim(FIRST, graph.pool().unwrap().id()).unwrap();
     expect_intact(&fixture, &graph, key, 9);
     for settings in ["expandable_segments:True", "garbage_collection_threshold:0.1,max_split_size_mb:20", ""] {
-        fixture.context.allocator.set_settings(Settings::parse(settings).unwrap());
+        fixture.context.allocator.set_settings(Settings::parse(settings).unwrap()).unwrap();
         expect_intact(&fixture, &graph, key, 9);
     }
-    fixture.context.allocator.set_caching(false);
+    fixture.context.allocator.set_caching(false).unwrap();
     expect_intact(&fixture, &graph, key, 9);
-    fixture.context.allocator.set_caching(true);
+    fixture.context.allocator.set_caching(true).unwrap();
     fixture.context.trim();
     let instance = fixture.context.instance.clone();
     assert!(matches!(instance.close(), Err(Error::StillInUse { .. })), "a graph keeps its Instance");
@@ -211,9 +211,9 @@ fn dropped_blocks_trims_and_settings_leave_a_graph_its_memory() {
 fn raw_frees_do_not_free_the_blocks_of_a_graph() {
     let fixture = CaptureFixture::new();
     let allocator = fixture.context.any();
-    fixture.context.allocator.set_caching(false);
+    fixture.context.allocator.set_caching(false).unwrap();
     let direct = allocator.allocate(4 * MIB, &fixture.side).unwrap();
-    fixture.context.allocator.set_caching(true);
+    fixture.context.allocator.set_caching(true).unwrap();
     let [kept, shared] = [0, 1].map(|_| allocator.allocate(4 * MIB, &fixture.side).unwrap());
     let mut graph = fixture.graph();
     let keys = graph
@@ -231,7 +231,7 @@ fn raw_frees_do_not_free_the_blocks_of_a_graph() {
     for ptr in ptrs {
         let held = Err(Error::HeldByGraph { ptr });
         assert_eq!(allocator.free_raw(ptr), held);
-        assert_eq!(allocator.free_on(FIRST, ptr), held);
+        assert!(!allocator.free_cached(FIRST, ptr));
         // `find` does not find uncached memory.
         if let Ok(found) = allocator.find(ptr) {
             assert_eq!(allocator.free(found), held);

@@ -7,8 +7,8 @@ use crate::common::memory::{FIRST, KIB, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::DevicePtr;
 use warpool::memory::{
-    Allocate as _, Allocation, BlockState, CachingAllocator, DeviceAllocator, DeviceBlock, MemPool, MemPoolId,
-    PoolOptions, PrivatePools as _, Request, Restored, Settings,
+    Allocate as _, Allocation, BlockState, CachingAllocator, Checkpoints as _, DeviceAllocator, DeviceBlock, MemPool,
+    MemPoolId, PoolOptions, PrivatePools as _, Request, Restored, Settings,
 };
 
 /// The address, size and state of every block of a pool.

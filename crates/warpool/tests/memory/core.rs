@@ -5,7 +5,9 @@ use crate::common::memory::{FIRST, GIB, KIB, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::sim::SimConfig;
 use warpool::driver::{Call, DeviceId, DevicePtr};
-use warpool::memory::{Allocation, BlockState, DeviceAllocator, MemPoolId, Request, SegmentKind, Settings};
+use warpool::memory::{
+    Allocation, BlockState, Checkpoints as _, DeviceAllocator, MemPoolId, Request, SegmentKind, Settings,
+};
 
 /// TestCuda.test_memory_allocation.
 #[test]

@@ -12,7 +12,7 @@ use warpool::driver::{
 };
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, HistoryOptions, MemPoolId, Request, Route, Settings,
+    Allocate as _, CachingAllocator, DeviceAllocator, HistoryOptions, MemPoolId, Request, Route, Settings, StackLevel,
 };
 use warpool::{Error, Instance};
 
@@ -36,7 +36,7 @@ fn memory_freed_in_a_capture_stays_for_the_replays() {
     for mode in MODES {
         for way in WAYS {
             let context = TestContext::new("");
-            context.allocator.set_caching(false);
+            context.allocator.set_caching(false).unwrap();
             let any = context.any();
             let (device, lease) = (context.device(), context.device().lease_stream().unwrap());
             let (own, foreign) = (any.allocate(MIB, &lease).unwrap(), any.allocate(MIB, &context.main).unwrap());
@@ -74,7 +74,7 @@ fn memory_freed_in_a_capture_stays_for_the_replays() {
 #[test]
 fn without_a_pool_memory_freed_in_a_capture_stays_until_a_trim() {
     let context = TestContext::new("");
-    context.allocator.set_caching(false);
+    context.allocator.set_caching(false).unwrap();
     let stream = context.side_stream();
     let block = context.alloc_on(&stream, MIB);
     context.begin_capture(&stream);
@@ -96,7 +96,7 @@ fn without_a_pool_memory_freed_in_a_capture_stays_until_a_trim() {
 fn uncached_calls_do_not_invalidate_captures() {
     for mode in MODES {
         let context = TestContext::new("");
-        context.allocator.set_caching(false);
+        context.allocator.set_caching(false).unwrap();
         let (stream, other) = (context.side_stream(), context.side_stream());
         let before = context.alloc_on(&other, MIB);
         let pool = context.pools().create_graph_pool(FIRST).unwrap();
@@ -136,7 +136,7 @@ fn frees_that_fail_are_retried() {
         let instance = Instance::new(faulty.clone()).unwrap();
         let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
         let stream = instance.device(0).unwrap().default_stream().unwrap();
-        allocator.set_caching(false);
+        allocator.set_caching(false).unwrap();
         let allocate = || allocator.allocate_raw(Request::new(FIRST, stream.id(), MIB)).unwrap();
         let [first, second] = [allocate(), allocate()];
         faulty.set_plan(FaultPlan::new().fail_nth(Call::MemFree, 1, ErrorCode::NotPermitted));
@@ -162,7 +162,7 @@ fn memory_that_another_device_uses_is_freed_after_that() {
         let context = TestContext::with_config(SimConfig::default().with_devices(2), "");
         let (owner, peer) = (DeviceId(1), context.main.clone());
         context.allocator.enable_peer_access(FIRST, owner).unwrap();
-        context.allocator.set_caching(false);
+        context.allocator.set_caching(false).unwrap();
         let stream = context.instance.device(1).unwrap().pool_stream().unwrap();
         let block = context.any().allocate(MIB, &stream).unwrap();
         let target = context.any().allocate(MIB, &peer).unwrap();
@@ -184,13 +184,14 @@ fn memory_that_another_device_uses_is_freed_after_that() {
 fn a_stack_hook_that_panics_does_not_lose_uncached_memory() {
     let context = TestContext::new("");
     let allocator = &context.allocator;
-    allocator.record_history(Some(HistoryOptions::default())).unwrap();
+    let options = HistoryOptions { stacks: StackLevel::All, ..HistoryOptions::default() };
+    allocator.record_history(Some(options)).unwrap();
     allocator.observers().set_stack_hook(Some(Arc::new(|| panic!("of the hook"))));
-    allocator.set_caching(false);
+    allocator.set_caching(false).unwrap();
     for way in 0..2 {
         let block = allocator.allocate_raw(Request::new(FIRST, context.main.id(), MIB)).unwrap();
         let freed = catch_unwind(AssertUnwindSafe(|| match way {
-            0 => allocator.free_on(FIRST, block.ptr).unwrap(),
+            0 => allocator.free_raw(block.ptr).unwrap(),
             _ => allocator.free(block).unwrap(),
         }));
         assert!(freed.is_ok(), "the hook is not called");

@@ -13,8 +13,8 @@ use warpool::driver::{
     Streams as _,
 };
 use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, PoolOptions, PrivatePools, Request,
-    Route, Settings, SnapshotOptions,
+    Allocate as _, CachingAllocator, Checkpoints as _, DeviceAllocator, DeviceBlock, MemPoolId, PoolOptions,
+    PrivatePools, Request, Route, Settings, SnapshotOptions,
 };
 use warpool::{Error, Instance, Result, Stream, StreamLease};
 
@@ -295,13 +295,13 @@ impl FaultContext {
         let before = self.get(2 * MIB, &self.main);
         let mut settings = (*self.allocator.settings()).clone();
         settings.expandable_segments = !settings.expandable_segments;
-        self.allocator.set_settings(settings.clone());
+        self.allocator.set_settings(settings.clone()).unwrap();
         let between = self.get(2 * MIB, &self.main);
         settings.expandable_segments = !settings.expandable_segments;
-        self.allocator.set_settings(settings);
-        self.allocator.set_caching(false);
+        self.allocator.set_settings(settings).unwrap();
+        self.allocator.set_caching(false).unwrap();
         let direct = self.allocator.allocate_raw(Request::new(ZERO, self.main.id(), MIB));
-        self.allocator.set_caching(true);
+        self.allocator.set_caching(true).unwrap();
         // A free that failed can be repeated.
         let freed = direct.and_then(|allocation| until_no_fault(|| self.allocator.free(allocation)));
         drop(before?);
@@ -458,7 +458,7 @@ fn memory_is_released_beside_a_mapping_that_could_not_be_undone() {
         }
         context.faulty.set_plan(plan);
         context.allocator.allocate(30 * MIB, &context.main).unwrap_err();
-        context.allocator.set_settings(Settings::default());
+        context.allocator.set_settings(Settings::default()).unwrap();
         let held = context.allocator.allocate(100 * MIB, &context.main).unwrap();
         let outcome = context.allocator.allocate(250 * MIB, &context.main);
         assert!(matches!(outcome, Err(Error::OutOfMemory(_))), "{outcome:?}");

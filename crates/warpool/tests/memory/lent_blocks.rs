@@ -6,64 +6,36 @@ use std::sync::Arc;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{DeviceId, Pattern};
 use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PagedAllocator, PoolCheckpoint,
-    PoolOptions, Restored, Settings,
+    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPool, PagedAllocator, PoolCheckpoint,
+    PoolOptions, Settings,
 };
-use warpool::{Error, Instance, Result, Stream};
+use warpool::{Error, Instance, Stream};
 
 const MIB: u64 = 1 << 20;
 
-enum Subject {
-    Caching(Arc<CachingAllocator>),
-    Paged(Arc<PagedAllocator>),
-}
-
-impl Subject {
-    fn any(&self) -> Arc<dyn DeviceAllocator> {
-        match self {
-            Self::Caching(caching) => caching.clone(),
-            Self::Paged(paged) => paged.clone(),
-        }
-    }
-
-    fn checkpoint(&self, pool: MemPoolId) -> Result<PoolCheckpoint> {
-        match self {
-            Self::Caching(caching) => caching.checkpoint(DeviceId(0), pool),
-            Self::Paged(paged) => paged.checkpoint(DeviceId(0), pool),
-        }
-    }
-
-    fn restore(&self, checkpoint: &PoolCheckpoint) -> Result<Restored> {
-        match self {
-            Self::Caching(caching) => caching.restore(checkpoint),
-            Self::Paged(paged) => paged.restore(checkpoint),
-        }
-    }
-}
-
 /// Runs `check` on a device that is full except for a free block of 40 MiB in a pool, so that a request of the default
 /// pool gets that block. `check` gets the earlier checkpoint of the pool and the block.
-fn check(check: impl Fn(&Subject, &MemPool, &Stream, PoolCheckpoint, DeviceBlock)) {
+fn check(check: impl Fn(&Arc<dyn DeviceAllocator>, &MemPool, &Stream, PoolCheckpoint, DeviceBlock)) {
     for (is_paged, no_split) in [(false, false), (false, true), (true, true)] {
         let mut config = SimConfig::default().with_capacity(200 * MIB);
         config.devices[0].bytes_context = 2 * MIB;
         let sim = Arc::new(SimDriver::new(config));
         let instance = Instance::new(sim.clone()).unwrap();
-        let subject = if is_paged {
-            Subject::Paged(Arc::new(PagedAllocator::new(&instance, Settings::default()).unwrap()))
+        let subject: Arc<dyn DeviceAllocator> = if is_paged {
+            Arc::new(PagedAllocator::new(&instance, Settings::default()).unwrap())
         } else {
-            Subject::Caching(Arc::new(CachingAllocator::new(&instance, Settings::default())))
+            Arc::new(CachingAllocator::new(&instance, Settings::default()))
         };
-        let (any, device) = (subject.any(), instance.device(0).unwrap());
+        let device = instance.device(0).unwrap();
         let lease = device.lease_stream().unwrap();
         let options = PoolOptions { use_on_oom: true, no_split, ..PoolOptions::default() };
-        let pool = MemPool::new(&any, &device, options).unwrap();
-        let own = any.allocate_in(&pool, 40 * MIB, &lease).unwrap();
+        let pool = MemPool::new(&subject, &device, options).unwrap();
+        let own = subject.allocate_in(&pool, 40 * MIB, &lease).unwrap();
         let own_at = own.ptr();
-        let full = subject.checkpoint(pool.id()).unwrap();
+        let full = subject.checkpoints().unwrap().checkpoint(DeviceId(0), pool.id()).unwrap();
         drop(own);
-        let rest: Vec<DeviceBlock> = std::iter::from_fn(|| any.allocate(20 * MIB, &lease).ok()).take(7).collect();
-        let lent = any.allocate(38 * MIB, &lease).expect("the pool lends its block");
+        let rest: Vec<DeviceBlock> = std::iter::from_fn(|| subject.allocate(20 * MIB, &lease).ok()).take(7).collect();
+        let lent = subject.allocate(38 * MIB, &lease).expect("the pool lends its block");
         assert_eq!(lent.ptr(), own_at);
         sim.fill_via(lent.ptr(), &lease);
         check(&subject, &pool, &lease, full, lent);
@@ -88,16 +60,16 @@ impl Fill for SimDriver {
 #[test]
 fn a_restore_does_not_free_them() {
     check(|subject, pool, stream, _, lent| {
-        let empty = subject.checkpoint(pool.id()).unwrap();
+        let empty = subject.checkpoints().unwrap().checkpoint(DeviceId(0), pool.id()).unwrap();
         assert_eq!(empty.live().len(), 0, "it is not the pool's");
-        let restored = subject.restore(&empty).unwrap();
+        let restored = subject.checkpoints().unwrap().restore(&empty).unwrap();
         assert_eq!((restored.freed, restored.allocated), (vec![], vec![]));
-        assert!(subject.any().find(lent.ptr()).is_ok());
-        let next = subject.any().allocate(38 * MIB, stream);
+        assert!(subject.find(lent.ptr()).is_ok());
+        let next = subject.allocate(38 * MIB, stream);
         assert!(next.is_err(), "all memory is in use");
         drop(next);
         lent.free().unwrap();
-        assert!(subject.any().allocate_in(pool, 38 * MIB, stream).is_ok(), "it is the pool's again");
+        assert!(subject.allocate_in(pool, 38 * MIB, stream).is_ok(), "it is the pool's again");
     });
 }
 
@@ -105,12 +77,12 @@ fn a_restore_does_not_free_them() {
 #[test]
 fn a_restore_of_the_same_memory_is_refused_until_they_are_freed() {
     check(|subject, _, _, full, lent| {
-        let error = subject.restore(&full).unwrap_err();
+        let error = subject.checkpoints().unwrap().restore(&full).unwrap_err();
         assert!(matches!(&error, Error::Checkpoint { why, .. } if why.contains("default pool")), "{error}");
-        assert!(subject.any().find(lent.ptr()).is_ok());
+        assert!(subject.find(lent.ptr()).is_ok());
         lent.free().unwrap();
-        let restored = subject.restore(&full).unwrap();
+        let restored = subject.checkpoints().unwrap().restore(&full).unwrap();
         assert_eq!((restored.freed.len(), restored.allocated.len()), (0, 1));
-        restored.allocated.into_iter().for_each(|block| subject.any().free(block).unwrap());
+        restored.allocated.into_iter().for_each(|block| subject.free(block).unwrap());
     });
 }

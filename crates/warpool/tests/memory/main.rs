@@ -19,7 +19,7 @@ mod placement;
 mod pools;
 mod recent;
 mod reentrancy;
+mod regressions;
 mod settings_extremes;
 mod stats;
 mod streams;
-mod swarm;

@@ -12,8 +12,8 @@ use warpool::Result;
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{DeviceId, DevicePtr, Memory as _, StreamId};
 use warpool::memory::{
-    Action, Allocate as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PoolOptions, PrivatePools as _, Request,
-    Upstream,
+    Action, Allocate as _, Checkpoints as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PoolOptions,
+    PrivatePools as _, Request, Upstream,
 };
 
 /// Ticks before each call and when it is dropped.

@@ -26,7 +26,7 @@ fn exercise(settings: &Settings, about: &str) {
             allocator.check();
             blocks.into_iter().for_each(|block| allocator.free(block).unwrap());
             allocator.check();
-            allocator.set_settings(settings.clone());
+            allocator.set_settings(settings.clone()).unwrap();
         }
         allocator.trim(FIRST, MemPoolId::DEFAULT).unwrap();
         allocator.check();

@@ -272,7 +272,7 @@ fn without_caching_every_request_is_a_driver_call() {
     let context = TestContext::new("");
     let cached = context.alloc(MIB);
     let before = context.stats();
-    context.allocator.set_caching(false);
+    context.allocator.set_caching(false).unwrap();
     let direct = context.alloc(4096);
     assert_eq!((direct.bytes, context.sim.call_count(Call::MemAlloc)), (4096, 2));
     context.allocator.record_use(direct, context.side_stream().id()).unwrap();
@@ -284,7 +284,7 @@ fn without_caching_every_request_is_a_driver_call() {
     context.free(cached);
     assert_eq!(context.stats().allocation.all.current, 0);
     assert_eq!(context.bytes_reserved(), 2 * MIB);
-    context.allocator.set_caching(true);
+    context.allocator.set_caching(true).unwrap();
     context.allocator.free_raw(direct.ptr).unwrap();
     assert_eq!(context.sim.call_count(Call::MemFree), 1);
     assert!(context.allocator.free_raw(direct.ptr).is_err(), "twice");
@@ -295,7 +295,7 @@ fn without_caching_every_request_is_a_driver_call() {
 #[test]
 fn without_caching_a_dropped_block_is_freed_by_the_next_call() {
     let context = TestContext::new("");
-    context.allocator.set_caching(false);
+    context.allocator.set_caching(false).unwrap();
     let direct = context.alloc(MIB);
     context.allocator.free_later(direct);
     assert_eq!(context.sim.call_count(Call::MemFree), 0);

@@ -3,8 +3,8 @@
 
 use warpool::driver::DevicePtr;
 use warpool::memory::{
-    Allocation, BlockState, CachingAllocator, DeviceAllocator as _, MemPoolId, PoolCheckpoint, PoolOptions,
-    PrivatePools as _, Request, Settings, SnapshotOptions,
+    Allocation, BlockState, CachingAllocator, Checkpoints as _, DeviceAllocator as _, MemPoolId, PoolCheckpoint,
+    PoolOptions, PrivatePools as _, Request, Settings, SnapshotOptions,
 };
 use warpool::{Error, Stream};
 use warpool_testing::{Rng, seeds};

@@ -18,8 +18,8 @@ use std::sync::Arc;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Copies as _, DeviceId, Driver, Pattern};
 use warpool::memory::{
-    Allocate as _, Backend, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PagedAllocator, PoolOptions, Settings,
-    SnapshotOptions,
+    Allocate as _, Backend, Checkpoints as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PagedAllocator,
+    PoolOptions, Settings, SnapshotOptions,
 };
 use warpool::{Device, Error, Instance, Stream};
 
@@ -33,6 +33,7 @@ struct Machine {
     device: Device,
 }
 
+/// Its pages have 2 MiB, unless a test changes that.
 impl Machine {
     fn new() -> Self {
         Self::with_capacity(4 << 30)
@@ -53,6 +54,7 @@ impl Machine {
         let instance = Instance::new(Arc::clone(&sim) as Arc<dyn Driver>).unwrap();
         let device = instance.device(0).unwrap();
         let paged = Arc::new(PagedAllocator::new(&instance, Settings::default()).unwrap());
+        paged.set_page_sizes(u64::MAX, u64::MAX);
         Self { sim, allocator: paged.clone(), paged, device }
     }
 
@@ -259,7 +261,7 @@ fn a_snapshot_names_the_allocator() {
         (recorded.conf.clone().unwrap(), Settings::from_recorded(&recorded).unwrap().backend)
     };
     assert_eq!(of(""), ("backend:paged".to_owned(), Backend::Paged));
-    assert_eq!(of("paged_slack:2, backend:paged"), ("paged_slack:2, backend:paged".to_owned(), Backend::Paged));
+    assert_eq!(of("memory_cap_mb:64, backend:paged"), ("memory_cap_mb:64, backend:paged".to_owned(), Backend::Paged));
     assert_eq!(of("memory_cap_mb:100"), ("backend:paged,memory_cap_mb:100".to_owned(), Backend::Paged));
 }
 

@@ -36,6 +36,7 @@ impl Script {
         let device = instance.device(0).unwrap();
         let streams = (0..3).map(|_| device.pool_stream().unwrap()).collect();
         let paged = PagedAllocator::new(&instance, Settings::default()).unwrap();
+        paged.set_page_sizes(u64::MAX, u64::MAX);
         Self { sim, device, paged, streams, named: BTreeMap::new() }
     }
 

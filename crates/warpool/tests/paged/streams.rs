@@ -1,7 +1,6 @@
 //! Short-lived streams: the owner of a stream may destroy it once all its memory is freed, and destroyed streams cost
 //! nothing.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 use warpool::driver::decorate::Counting;
@@ -11,7 +10,7 @@ use warpool::driver::{
 };
 use warpool::memory::{Allocate as _, DeviceAllocator, PagedAllocator, Request, Settings};
 use warpool::{Device, Instance, Stream};
-use warpool_testing::{Rng, seeds};
+use warpool_testing::Rng;
 
 use crate::MIB;
 
@@ -321,46 +320,4 @@ fn addresses_of_a_dropped_allocator_are_freed_by_a_later_call() {
     drop(device);
     instance.close().unwrap();
     assert_eq!(sim.object_counts().reservations, 0);
-}
-
-/// Streams are created and destroyed at random, some with work that runs long after that.
-#[test]
-fn random_streams_come_and_go() {
-    for seed in seeds(30) {
-        println!("seed: {seed}");
-        let mut rng = Rng::new(seed);
-        let gpu = Counted::new(1 << 30);
-        let kept = gpu.device.pool_stream().unwrap();
-        let mut streams: Vec<(Stream, Option<StreamId>)> = vec![(kept, None)];
-        let mut live = vec![VecDeque::new()];
-        for _ in 0..300 {
-            let at = rng.below(streams.len());
-            match rng.below(8) {
-                0 => {
-                    let (stream, theirs) = gpu.foreign();
-                    streams.push((stream, Some(theirs)));
-                    live.push(VecDeque::new());
-                }
-                1 if streams[at].1.is_some() && live[at].is_empty() => {
-                    gpu.sim.stream_destroy(streams.swap_remove(at).1.unwrap()).unwrap();
-                    live.swap_remove(at);
-                }
-                2..=4 if live[at].len() < 3 => {
-                    let bytes = (1 + rng.u64_below(24)) * MIB;
-                    let Ok(block) = gpu.allocator.allocate(bytes, &streams[at].0) else { continue };
-                    gpu.sim.fill(block.ptr(), Pattern::U8(1), 4096, streams[at].0.id()).unwrap();
-                    live[at].push_back(block);
-                }
-                5 => drop(live[at].pop_front()),
-                6 => {
-                    if let Some(block) = live[at].pop_front() {
-                        gpu.allocator.free(block.into_raw()).unwrap();
-                    }
-                }
-                _ => {}
-            }
-        }
-        live.clear();
-        gpu.expect_no_hazards();
-    }
 }

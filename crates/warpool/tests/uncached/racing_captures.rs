@@ -11,8 +11,8 @@ use warpool::driver::{Call, CaptureMode, DeviceId};
 use warpool::generator::Generator;
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, DriverPoolAllocator, HostAllocator, MemPoolId, PagedAllocator,
-    PinnedSettings, PluggableAllocator, PoolOptions, PrivatePools as _, Request, Settings,
+    Allocate as _, CachingAllocator, Checkpoints as _, DeviceAllocator, DriverPoolAllocator, HostAllocator, MemPoolId,
+    PagedAllocator, PinnedSettings, PluggableAllocator, PoolOptions, PrivatePools as _, Request, Settings,
 };
 use warpool::{Device, Instance, Result, Stream};
 

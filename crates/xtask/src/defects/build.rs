@@ -1,4 +1,5 @@
-//! The command and the tests of the crate `warpool`, built with the feature `planted-defects`, and its list of defects.
+//! The command and the tests of `warpool` and `warpool-soak`, built with the feature `planted-defects`, and the list of
+//! defects.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -38,7 +39,10 @@ impl Built {
     pub fn new(root: &Path, has_tests: bool) -> Result<Self, String> {
         let command = executables(root, &["build", "--package", "warpool-cli"])?.into_values().next();
         let tests = match has_tests {
-            true => executables(root, &["test", "--no-run", "--package", "warpool", "--lib", "--tests"])?,
+            true => executables(
+                root,
+                &["test", "--no-run", "--package", "warpool", "--package", "warpool-soak", "--lib", "--tests"],
+            )?,
             false => BTreeMap::new(),
         };
         Ok(Self { command: command.ok_or("cargo names no command")?, tests })

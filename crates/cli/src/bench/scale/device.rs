@@ -1,6 +1,6 @@
 //! Device memory beside idle streams, pending frees, scopes and blocks.
 
-use warpool::memory::{DeviceAllocator, MemPool, PoolOptions, Request, Route};
+use warpool::memory::{Checkpoints as _, DeviceAllocator, MemPool, PoolOptions, Request, Route};
 
 use super::simulated::{DEVICE, Gpu, touched_memory};
 use crate::bench::measure::{ns_each, timed};

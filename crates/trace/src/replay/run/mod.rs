@@ -9,7 +9,7 @@ mod rounds;
 use std::time::{Duration, Instant};
 
 use warpool::driver::DevicePtr;
-use warpool::memory::{Action, Allocation, OomReport, Settings, SizeRules, TraceEntry};
+use warpool::memory::{Action, Allocation, DeviceAllocator as _, OomReport, Settings, SizeRules, TraceEntry};
 use warpool::{Error, Result};
 
 use super::ReplayError;
@@ -312,7 +312,7 @@ impl<'a> Runner<'a> {
         match *step {
             Step::Alloc { addr, bytes, event, slot, stream, pool } => {
                 if event >= self.next_toggle {
-                    self.toggle_expandable_segments();
+                    self.toggle_expandable_segments()?;
                 }
                 let recorded = self.recorded_segment_events(number);
                 let result = if recorded.is_empty() || !self.places_as_recorded(number) {
@@ -389,14 +389,15 @@ impl<'a> Runner<'a> {
 
     /// Changes the setting as the recorded program did.
     #[cold]
-    fn toggle_expandable_segments(&mut self) {
+    fn toggle_expandable_segments(&mut self) -> Result<()> {
         if let (Some(caching), Some((_, rest))) = (self.device.caching(), self.toggles.split_first()) {
             let done = self.run.toggles.len() - rest.len();
             let expandable_segments = self.run.settings.expandable_segments != (done % 2 == 1);
-            caching.set_settings(Settings { expandable_segments, ..self.run.settings.clone() });
+            caching.set_settings(Settings { expandable_segments, ..self.run.settings.clone() })?;
             self.toggles = rest;
         }
         self.next_toggle = self.toggles.first().copied().unwrap_or(u32::MAX);
+        Ok(())
     }
 
     fn stops_at_difference(&self) -> bool {

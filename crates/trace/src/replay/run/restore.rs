@@ -3,7 +3,9 @@
 //! state can be made; the settings of the run are set at the end.
 
 use warpool::driver::{DevicePtr, DriverError, ErrorCode};
-use warpool::memory::{Allocation, CachingAllocator, FreeBlockOrder, SegmentKind, Settings, SizeRules};
+use warpool::memory::{
+    Allocation, CachingAllocator, DeviceAllocator as _, FreeBlockOrder, SegmentKind, Settings, SizeRules,
+};
 use warpool::{Error, Result};
 
 use super::device::{DEVICE, ReplayDevice};
@@ -30,7 +32,7 @@ impl Restore<'_> {
         for block in &self.plan.initial_blocks {
             in_use[self.segment_of(block) as usize].push(block);
         }
-        caching.set_settings(Settings { expandable_segments: true, ..self.splitting_settings() });
+        caching.set_settings(Settings { expandable_segments: true, ..self.splitting_settings() })?;
         let (mut pending, mut free) = (Vec::new(), Vec::new());
         for (id, allocations) in filled {
             allocations.into_iter().try_for_each(|block| device.free(block))?;
@@ -54,7 +56,7 @@ impl Restore<'_> {
             }
         }
         free.into_iter().try_for_each(|block| device.free(block))?;
-        caching.set_settings(self.settings.clone());
+        caching.set_settings(self.settings.clone())?;
         // Uses of a paused stream are numbered in the order of addresses.
         pending.sort_unstable_by_key(|(allocation, _)| allocation.ptr.0);
         pending.into_iter().try_for_each(|(allocation, paused)| device.free_in_use(allocation, paused))
@@ -88,7 +90,8 @@ impl Restore<'_> {
         for (id, segment) in ids.map(|id| (id, self.initial.heap.segment(id))).filter(|(_, it)| it.bytes > 0) {
             // Other settings are applied to all blocks that exist, so only where they change.
             if expandable.replace(segment.expandable) != Some(segment.expandable) {
-                caching.set_settings(Settings { expandable_segments: segment.expandable, ..self.splitting_settings() });
+                let expandable_segments = segment.expandable;
+                caching.set_settings(Settings { expandable_segments, ..self.splitting_settings() })?;
             }
             let filled = self.allocate_segment(device, id, segment)?;
             let ranges = self.mapped_ranges(id);

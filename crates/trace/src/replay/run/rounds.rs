@@ -1,6 +1,7 @@
 //! The recorded program several times, one after another on the same device: to estimate a long run from a short
 //! recording. Between two rounds everything is freed, as if the program began again in the same process.
 
+use warpool::memory::DeviceAllocator as _;
 use warpool::{Error, Result};
 
 use super::device::DEVICE;
@@ -48,7 +49,7 @@ impl Runner<'_> {
         self.toggles = self.run.toggles;
         self.next_toggle = self.toggles.first().copied().unwrap_or(u32::MAX);
         if let Some(caching) = self.device.caching().filter(|_| !self.toggles.is_empty()) {
-            caching.set_settings(self.run.settings.clone());
+            caching.set_settings(self.run.settings.clone())?;
         }
         let (run, mut fits) = (self.run, true);
         if let Some(initial) = run.inference.initial.as_ref().filter(|initial| !initial.is_empty()) {

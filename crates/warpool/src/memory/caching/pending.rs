@@ -13,7 +13,7 @@ use warpool_driver::StreamId;
 use super::capture_order;
 use super::device::CachingDevice;
 use super::heap::BlockKey;
-use crate::capture::CaptureStatus;
+use crate::memory::core::DeviceCore;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Fence, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
 use crate::unwind::OnUnwind;
@@ -32,28 +32,20 @@ impl FenceOwner for PendingFrees<'_> {
         self.device.instance()
     }
 
-    fn has_captures(&self) -> bool {
-        self.device.has_captures()
-    }
-
-    fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
-        self.device.capture_status(stream)
-    }
-
-    fn capture_guard(&self) -> Result<impl Sized> {
-        self.device.capture_safe()
+    fn device(&self) -> Option<&DeviceCore> {
+        Some(self.device)
     }
 
     fn stream_of(&self, key: &BlockKey) -> Option<StreamId> {
-        self.device.read(|state| state.heap().get(*key).map(|_| state.heap().stream_of(*key)))
+        self.device.read(|state| state.heap.get(*key).map(|_| state.heap.stream_of(*key)))
     }
 
     fn with_uses<R>(&self, key: &BlockKey, act: impl FnOnce(&mut StreamUses) -> R) -> R {
-        self.device.change(|state| act(state.uses_mut(*key)))
+        self.device.change(|state| act(state.heap.uses_mut(*key)))
     }
 
     fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<BlockKey>) -> R) -> R {
-        self.device.change(|state| act(state.fences_mut()))
+        self.device.change(|state| act(&mut state.fences))
     }
 
     // Both in one step: a thread that finds no fence left to wait for also finds the blocks free.
@@ -75,7 +67,7 @@ impl<'a> PendingFrees<'a> {
     /// frees, and polls the fences. Examines a bounded number of those that are not ready, round robin. Must not be
     /// called while the request's stream is capturing.
     pub(super) fn process(&self) -> Result<()> {
-        let left_over = self.device.read(|state| state.fences().has_unfenced() || state.has_deferred());
+        let left_over = self.device.read(|state| state.fences.has_unfenced() || state.has_deferred());
         let retried = if left_over { self.retry(PENDING_PER_CALL) } else { Ok(()) };
         retried.and(stream_fence::poll_some(self))
     }
@@ -89,7 +81,7 @@ impl<'a> PendingFrees<'a> {
     /// For a request on `stream` that found no block: polls the fences that its blocks wait for and that
     /// [`process`](Self::process) left out. Returns whether there may be any.
     pub(super) fn process_for(&self, stream: StreamId) -> Result<bool> {
-        let left_out = self.device.read(|state| state.fences().has_many_streams());
+        let left_out = self.device.read(|state| state.fences.has_many_streams());
         if left_out {
             stream_fence::poll_of(self, stream)?;
         }
@@ -98,7 +90,7 @@ impl<'a> PendingFrees<'a> {
 
     /// Waits until every pending free is completed, except those that wait for a capture.
     pub(super) fn wait(&self) -> Result<()> {
-        self.device.change(|state| state.counters_mut().sync_all_streams());
+        self.device.change(|state| state.counters.stats.num_sync_all_streams += 1);
         let retried = self.retry(usize::MAX);
         retried.and(stream_fence::wait_all(self))
     }
@@ -106,7 +98,7 @@ impl<'a> PendingFrees<'a> {
     /// Starts to complete the free of a block that other streams used: records fences in them, or, if a capture forbids
     /// that, defers the free. Failures are retried by later calls.
     pub(super) fn fence_or_defer(&self, block: BlockKey) -> Result<()> {
-        let streams: Vec<StreamId> = self.device.read(|state| state.heap().streams_of(block).collect());
+        let streams: Vec<StreamId> = self.device.read(|state| state.heap.streams_of(block).collect());
         let refuses = |&stream: &StreamId| match self.device.capture_status(stream) {
             Ok(status) => status.refuses_work().then_some(Ok(stream)),
             Err(error) => Some(Err(error)),
@@ -130,7 +122,7 @@ impl<'a> PendingFrees<'a> {
         // ended.
         let by_graph = self
             .device
-            .read(|state| state.policy().reuse_in_capture && state.heap().block(block).unfenced_streams().is_empty());
+            .read(|state| state.policy.reuse_in_capture && state.heap.block(block).unfenced_streams().is_empty());
         let unwinds = OnUnwind::new(|| self.device.change(|state| state.fence_later(block)));
         let last_nodes = if by_graph { capture_order::last_nodes(self.device.driver(), &streams) } else { Vec::new() };
         unwinds.disarm();
@@ -146,7 +138,7 @@ impl<'a> PendingFrees<'a> {
     /// Completes the frees that the capture of `stream` deferred and whose uses the graph orders before the next work
     /// of the stream.
     pub(super) fn reuse_in_capture(&self, stream: StreamId) -> Result<()> {
-        if !self.device.read(|state| state.policy().reuse_in_capture) {
+        if !self.device.read(|state| state.policy.reuse_in_capture) {
             return Ok(());
         }
         // Destructors did not look up the last nodes for their frees.

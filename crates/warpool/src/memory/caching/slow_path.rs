@@ -12,8 +12,6 @@
 //! From the second step on the device's slow lock is held: one thread at a time allocates from the driver, and no other
 //! thread's search waits for it. It is released while an upstream is called.
 
-use warpool_driver::MemoryInfo;
-
 use super::device::{CachingDevice, SlowGuard};
 use super::heap::{BlockKey, BlockRequest};
 use super::pending::PendingFrees;
@@ -67,7 +65,7 @@ fn allocate_locked(
     details: &EntryDetails,
 ) -> Result<OrOom<Allocation>> {
     let allocate = |block: BlockKey| slow.change(|state| state.allocate_block(block, request, details));
-    if slow.read(|state| state.policy().collects_garbage()) {
+    if slow.read(|state| state.policy.collects_garbage()) {
         source::collect_garbage(slow, details)?;
     }
     if slow.read(|state| state.rejects(request)) {
@@ -91,7 +89,7 @@ fn allocate_locked(
     }
     PendingFrees::new(slow, details).wait()?;
     source::release_all(slow, false, details)?;
-    slow.change(|state| state.counters_mut().alloc_retry());
+    slow.change(|state| state.counters.stats.num_alloc_retries += 1);
     Ok(source::allocate(slow, request, details)?.map(allocate))
 }
 
@@ -103,14 +101,9 @@ fn out_of_memory(
     capturing: bool,
     details: &EntryDetails,
 ) -> Error {
-    // A failure of these calls must not hide the error.
-    let unknown = MemoryInfo { bytes_free: 0, bytes_total: device.bytes_total };
-    let memory = device.driver().mem_info(device.id).unwrap_or(unknown);
+    let memory = device.memory_info();
     let stream_raw = device.driver().stream_handle(request.stream).map_or(0, |handle| handle.raw.0);
-    let count = |state: &mut DeviceState| state.out_of_memory(request, why, stream_raw, memory.bytes_free, details);
-    let mut report = device.with(count, |_, _| ());
-    report.bytes_total = memory.bytes_total;
-    report.capturing = capturing;
-    device.observers().report_oom(&report);
-    Error::OutOfMemory(Box::new(report))
+    let count = |state: &mut DeviceState| state.out_of_memory(request, why, stream_raw, (memory, capturing), details);
+    let report = device.with(count, |_, _| ());
+    device.out_of_memory(report)
 }

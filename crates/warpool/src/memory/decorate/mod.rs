@@ -3,7 +3,8 @@
 //!
 //! They nest: `Traced::new(Arc::new(Limited::new(caching, cap)), log)`. A block keeps the outermost allocator, the one
 //! that it was requested from, so its free passes through all decorators. Private pools belong to the innermost
-//! allocator, and calls about them go directly there.
+//! allocator, and calls about them go directly there. Allocation at a given address, checkpoints and the hot path would
+//! bypass the decorator, and are not forwarded.
 
 mod limited;
 mod traced;
@@ -14,8 +15,8 @@ use std::sync::Arc;
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::{
-    Allocation, DeviceAllocator, GraphKey, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, Snapshot,
-    SnapshotOptions, Stats,
+    Allocation, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats, PrivatePools,
+    Request, Settings, Snapshot, SnapshotOptions, Stats,
 };
 use crate::unwind::{OnUnwind, call_each};
 use crate::{Error, Instance, Result};
@@ -42,7 +43,7 @@ pub unsafe trait Decorator: fmt::Debug + Send + Sync {
         self.inner().allocate_raw(request)
     }
 
-    /// Replaces all four frees. Must not call the driver for [`FreeCall::Dropped`].
+    /// Replaces all frees. Must not call the driver for [`FreeCall::Dropped`].
     fn on_free(&self, free: FreeCall) -> Result<()> {
         free.forward(&**self.inner())
     }
@@ -54,13 +55,11 @@ pub unsafe trait Decorator: fmt::Debug + Send + Sync {
     }
 }
 
-/// Which of the four frees was called, and with what.
+/// Which of the frees was called, and with what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FreeCall {
     /// [`free_raw`](DeviceAllocator::free_raw).
     Raw(DevicePtr),
-    /// [`free_on`](DeviceAllocator::free_on).
-    OnDevice(DeviceId, DevicePtr),
     /// [`free`](DeviceAllocator::free).
     Owned(Allocation),
     /// [`free_later`](DeviceAllocator::free_later): a destructor, so no driver call, and errors are ignored.
@@ -72,7 +71,7 @@ impl FreeCall {
     #[must_use]
     pub const fn ptr(self) -> DevicePtr {
         match self {
-            Self::Raw(ptr) | Self::OnDevice(_, ptr) => ptr,
+            Self::Raw(ptr) => ptr,
             Self::Owned(allocation) | Self::Dropped(allocation) => allocation.ptr,
         }
     }
@@ -81,7 +80,7 @@ impl FreeCall {
     #[must_use]
     pub const fn allocation(self) -> Option<Allocation> {
         match self {
-            Self::Raw(_) | Self::OnDevice(..) => None,
+            Self::Raw(_) => None,
             Self::Owned(allocation) | Self::Dropped(allocation) => Some(allocation),
         }
     }
@@ -90,7 +89,6 @@ impl FreeCall {
     pub fn forward(self, allocator: &dyn DeviceAllocator) -> Result<()> {
         match self {
             Self::Raw(ptr) => allocator.free_raw(ptr),
-            Self::OnDevice(device, ptr) => allocator.free_on(device, ptr),
             Self::Owned(allocation) => allocator.free(allocation),
             Self::Dropped(allocation) => {
                 allocator.free_later(allocation);
@@ -111,7 +109,7 @@ pub enum AllocatorCall {
         /// The result, unless it failed.
         allocation: Option<Allocation>,
     },
-    /// One of the four frees.
+    /// One of the frees.
     Free(FreeCall),
     /// [`record_use_raw`](DeviceAllocator::record_use_raw) or [`record_use`](DeviceAllocator::record_use).
     RecordUse {
@@ -182,10 +180,6 @@ unsafe impl<D: Decorator> DeviceAllocator for D {
         free(self, FreeCall::Raw(ptr))
     }
 
-    fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
-        free(self, FreeCall::OnDevice(device, ptr))
-    }
-
     fn free(&self, allocation: Allocation) -> Result<()> {
         free(self, FreeCall::Owned(allocation))
     }
@@ -225,6 +219,15 @@ unsafe impl<D: Decorator> DeviceAllocator for D {
         largest_available(device: DeviceId) -> Result<u64>;
         set_memory_fraction(device: DeviceId, fraction: f64) -> Result<()>;
         memory_fraction(device: DeviceId) -> Result<f64>;
+        annotate(ptr: DevicePtr, text: &str) -> Result<()>;
+        mapped_parts(ptr: DevicePtr) -> Result<Vec<MappedPart>>;
+        maps_memory() -> bool;
+        enable_peer_access(device: DeviceId, owner: DeviceId) -> Result<()>;
+        set_memory_cap(device: DeviceId, bytes: Option<u64>) -> Result<()>;
+        settings() -> Arc<Settings>;
+        set_settings(settings: Settings) -> Result<()>;
+        set_caching(on: bool) -> Result<()>;
+        page_stats(device: DeviceId) -> Result<PageStats>;
         stats(device: DeviceId) -> Result<Stats>;
         reset_peak_stats(device: DeviceId) -> Result<()>;
         reset_accumulated_stats(device: DeviceId) -> Result<()>;

@@ -18,8 +18,8 @@ use super::block::PinnedBlock;
 use super::size_class::{CLASSES, Fit, SMALL_MAX, class_of_block};
 use super::stats::HostStats;
 use crate::memory::Stat;
-use crate::memory::paged::spin_lock::{SpinGuard, SpinLock};
 use crate::steps;
+use crate::sync::spin_lock::{SpinGuard, SpinLock};
 
 /// How many blocks of one class a cache keeps.
 const CLASS_MAX: usize = 64;

@@ -9,6 +9,7 @@ use warpool_driver::DeviceId;
 use super::shard::{Segment, SegmentUse};
 use super::size_class::PAGE;
 use super::stats::{HostStats, HostTime};
+use crate::defect::Defect;
 use crate::memory::{PinnedSettings, Stat};
 
 /// The cap that refuses a segment.
@@ -58,9 +59,10 @@ impl Ledger {
             settings.cap_bytes.map(|cap| (None, cap, self.quota.values().sum())),
         ];
         let mut granted = most;
+        let needed = if Defect::PinnedCapForgetsRequest.is_on() { 1 } else { least };
         for (device, cap, pinned) in caps.into_iter().flatten() {
             let room = cap.saturating_sub(pinned);
-            if room < least {
+            if room < needed {
                 return Err(CapExceeded { device, cap, pinned, excess: least - room });
             }
             granted = granted.min(room / PAGE * PAGE).max(least);

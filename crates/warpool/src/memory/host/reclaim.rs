@@ -9,9 +9,8 @@ use super::Shared;
 use super::block::PinnedBlock;
 use super::history::Details;
 use super::pin::PinnedRange;
-use crate::capture::RelaxedMode;
 use crate::memory::StackLevel;
-use crate::memory::stream_fence::{self, Fence, FenceOwner, StreamFences, StreamUses};
+use crate::memory::stream_fence::{self, FenceOwner, StreamFences, StreamUses};
 use crate::{Instance, Result, lock};
 
 /// Work that is left to later calls.
@@ -119,23 +118,12 @@ impl FenceOwner for Reclaimer<'_> {
         &self.shared.instance
     }
 
-    fn capture_guard(&self) -> Result<impl Sized> {
-        RelaxedMode::begin(self.shared.driver())
-    }
-
     fn with_uses<R>(&self, block: &Arc<PinnedBlock>, act: impl FnOnce(&mut StreamUses) -> R) -> R {
         act(&mut lock(&block.usage).streams)
     }
 
     fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<Arc<PinnedBlock>>) -> R) -> R {
         self.shared.pending.with(|pending| act(&mut pending.fences))
-    }
-
-    fn complete(&self, passed: &Fence) {
-        if let Some(block) = self.with_fences(|fences| fences.pop(passed)) {
-            self.with_uses(&block, StreamUses::fence_passed);
-            self.reclaim_if_clear(block);
-        }
     }
 
     fn reclaim_if_clear(&self, block: Arc<PinnedBlock>) {

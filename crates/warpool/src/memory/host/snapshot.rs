@@ -3,10 +3,11 @@
 
 use super::block::{PinnedBlock, PinnedState};
 use super::heap::LockedHeap;
+use super::history::HOST;
 use super::shard::{Piece, Segment};
 use crate::lock;
 use crate::memory::report::StackIds;
-use crate::memory::{BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot};
+use crate::memory::{BlockInfo, BlockState, SegmentInfo, SegmentKind, Snapshot};
 
 pub(super) fn add_segments(heap: &LockedHeap<'_>, snapshot: &mut Snapshot, stacks: &mut StackIds) {
     let infos = heap.segments().values().map(|segment| segment_info(segment, snapshot, stacks)).collect();
@@ -14,22 +15,10 @@ pub(super) fn add_segments(heap: &LockedHeap<'_>, snapshot: &mut Snapshot, stack
 }
 
 fn segment_info(segment: &Segment, snapshot: &mut Snapshot, stacks: &mut StackIds) -> SegmentInfo {
-    let mut info = SegmentInfo {
-        device: -1,
-        address: segment.range().start(),
-        total_size: segment.range().bytes(),
-        allocated_size: 0,
-        active_size: 0,
-        requested_size: 0,
-        stream: 0,
-        kind: SegmentKind::Small,
-        pool: MemPoolId::DEFAULT,
-        is_expandable: false,
-        stack: segment.stack().map(|stack| stacks.id(snapshot, stack)),
-        blocks: Vec::with_capacity(segment.pieces().len()),
-    };
+    let mut info = SegmentInfo::empty(HOST, segment.range().start(), SegmentKind::Small);
+    info.stack = segment.stack().map(|stack| stacks.id(snapshot, stack));
     for (&address, piece) in segment.pieces() {
-        let block = match piece {
+        info.push(match piece {
             Piece::Free(size) => {
                 let state = BlockState::Inactive;
                 BlockInfo { address, size: *size, requested_size: 0, state, stack: None }
@@ -40,15 +29,7 @@ fn segment_info(segment: &Segment, snapshot: &mut Snapshot, stacks: &mut StackId
                 let (size, requested_size, state) = (block.size(), block.requested(), state_of(block));
                 BlockInfo { address, size, requested_size, state, stack }
             }
-        };
-        if block.state == BlockState::ActiveAllocated {
-            info.allocated_size += block.size;
-        }
-        if block.state != BlockState::Inactive {
-            info.active_size += block.size;
-            info.requested_size += block.requested_size;
-        }
-        info.blocks.push(block);
+        });
     }
     info
 }

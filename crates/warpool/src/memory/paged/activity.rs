@@ -3,7 +3,7 @@
 //!
 //! A heap is listed by its first allocation or free, under its own lock; looking at it removes it from the list.
 
-use super::spin_lock::SpinLock;
+use crate::sync::spin_lock::SpinLock;
 
 #[derive(Debug, Default)]
 pub(super) struct Activity {

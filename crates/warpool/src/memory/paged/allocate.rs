@@ -11,6 +11,7 @@ use super::free::Fences;
 use super::heap::{self, Heap};
 use super::pending::PendingFrees;
 use super::{PagedAllocator, reclaim, segments, shortage};
+use crate::defect::Defect;
 use crate::memory::report::EntryDetails;
 use crate::memory::{Action, Allocation, MemPoolId, OomCause, Request, SizeRules, StackLevel};
 use crate::unwind::OnUnwind;
@@ -164,7 +165,9 @@ impl PagedDevice {
         } else {
             if !capturing {
                 reclaim::wait_for_unknown_users(self)?;
-                PendingFrees::new(self, details).wait()?;
+                if !Defect::ShortageDoesNotWait.is_on() {
+                    PendingFrees::new(self, details).wait()?;
+                }
                 self.counts.retries.fetch_add(1, Ordering::Relaxed);
                 if has_segments {
                     // The source may have the memory of what is free elsewhere.
@@ -176,14 +179,7 @@ impl PagedDevice {
                     segments::release(self, MemPoolId::DEFAULT, 0, details)?;
                 }
             }
-            let outcome = allocate(true)?;
-            if outcome.is_err() && !capturing && !has_segments && reclaim::has_large_pages(self) {
-                // Free pages that are larger than what the request lacks make room for smaller ones.
-                reclaim::release_all(self, MemPoolId::DEFAULT, 0, details)?;
-                allocate(true)?
-            } else {
-                outcome
-            }
+            allocate(true)?
         };
         self.drop_removed();
         outcome.map_err(|cause| self.out_of_memory(request, number, cause, capturing, details))

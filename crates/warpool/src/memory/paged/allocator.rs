@@ -1,5 +1,7 @@
 //! The calls of [`DeviceAllocator`].
 
+use std::sync::Arc;
+
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::device::{BlockRef, PagedDevice};
@@ -8,11 +10,11 @@ use super::heap::Heap;
 use super::hot_path::Again;
 use super::last_heap::last_device;
 use super::pending::PendingFrees;
-use super::{PagedAllocator, inactive, reclaim, snapshot};
+use super::{PagedAllocator, inactive, naming_backend, reclaim, snapshot};
 use crate::memory::report::StackIds;
 use crate::memory::{
-    Allocation, DeviceAllocator, GraphKey, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, Snapshot,
-    SnapshotOptions, StackLevel, Stat, Stats,
+    Allocation, Checkpoints, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats,
+    PrivatePools, Request, Settings, Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
 use crate::{Error, Instance, Result, lock};
 
@@ -59,9 +61,12 @@ unsafe impl DeviceAllocator for PagedAllocator {
         if device.is_some_and(|device| device.free_plain(ptr)) { Ok(()) } else { self.free_checked(ptr) }
     }
 
-    #[inline]
-    fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
-        if self.free_cached(device, ptr) { Ok(()) } else { self.free_on_checked(device, ptr) }
+    fn allocate_cached(&self, request: &Request) -> Option<DevicePtr> {
+        self.take_cached(request).map(|allocation| allocation.ptr)
+    }
+
+    fn free_cached(&self, device: DeviceId, ptr: DevicePtr) -> bool {
+        self.devices.get(device.0 as usize).is_some_and(|device| device.free_plain(ptr))
     }
 
     fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
@@ -105,6 +110,18 @@ unsafe impl DeviceAllocator for PagedAllocator {
         }
     }
 
+    fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
+        self.record_annotation(ptr, text)
+    }
+
+    fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
+        self.mapped_pages(ptr)
+    }
+
+    fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+        self.let_access(device, owner)
+    }
+
     fn hold(&self, allocation: Allocation, _: GraphKey) -> Result<()> {
         if allocation.ptr.is_null() {
             return Ok(());
@@ -123,7 +140,7 @@ unsafe impl DeviceAllocator for PagedAllocator {
         if pool.is_default() {
             self.shared.observers.run_trim_hooks(device);
         }
-        let details = paged_device.entry_details(StackLevel::All).timed(self.driver());
+        let details = paged_device.timed_details(StackLevel::All);
         if !pool.is_default() {
             match lock(&paged_device.pools).uses(pool) {
                 Ok(0) => {}
@@ -157,6 +174,20 @@ unsafe impl DeviceAllocator for PagedAllocator {
         Ok(self.device(device)?.limits().fraction())
     }
 
+    fn set_memory_cap(&self, device: DeviceId, bytes: Option<u64>) -> Result<()> {
+        self.device(device)?.change_limits(|limits| limits.cap = bytes);
+        Ok(())
+    }
+
+    fn settings(&self) -> Arc<Settings> {
+        self.shared.settings()
+    }
+
+    fn set_settings(&self, settings: Settings) -> Result<()> {
+        self.shared.set_settings(naming_backend(settings));
+        Ok(())
+    }
+
     fn stats(&self, device: DeviceId) -> Result<Stats> {
         let mut stats = self.device(device)?.stats();
         stats.workspace_bytes = self.shared.observers.workspaces.read(device);
@@ -175,12 +206,16 @@ unsafe impl DeviceAllocator for PagedAllocator {
         Ok(())
     }
 
+    fn page_stats(&self, device: DeviceId) -> Result<PageStats> {
+        self.count_pages(device)
+    }
+
     fn snapshot(&self, options: SnapshotOptions) -> Result<Snapshot> {
         self.instance().expect_own_process("snapshot")?;
         let mut snapshot = Snapshot { settings: self.settings().recorded(), ..Snapshot::default() };
         let mut stacks = StackIds::default();
         for device in &self.devices {
-            let details = device.entry_details(StackLevel::Alloc).timed(self.driver());
+            let details = device.timed_details(StackLevel::Alloc);
             snapshot::add_to(device, &mut snapshot, &mut stacks, options, &details);
             device.report();
         }
@@ -198,6 +233,10 @@ unsafe impl DeviceAllocator for PagedAllocator {
     }
 
     fn pools(&self) -> Result<&dyn PrivatePools> {
+        Ok(self)
+    }
+
+    fn checkpoints(&self) -> Result<&dyn Checkpoints> {
         Ok(self)
     }
 }

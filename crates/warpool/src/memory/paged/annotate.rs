@@ -9,7 +9,7 @@ use crate::{Error, Result};
 impl PagedAllocator {
     /// Writes `text` into the history, with the allocated block that starts at `ptr`.
     /// [`Error::UnknownPointer`] if none does.
-    pub fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
+    pub(super) fn record_annotation(&self, ptr: DevicePtr, text: &str) -> Result<()> {
         let (device, at) = self
             .devices
             .iter()
@@ -17,7 +17,7 @@ impl PagedAllocator {
             .ok_or(Error::UnknownPointer { ptr })?;
         // An entry carries the metadata of the thread.
         with_metadata(text, || {
-            let details = device.entry_details(StackLevel::Alloc).timed(self.driver());
+            let details = device.timed_details(StackLevel::Alloc);
             {
                 let heap = device.heaps.get(at.heap).lock();
                 let block = heap.allocated_at(at.kind, at.range, ptr.0).ok_or(Error::UnknownPointer { ptr })?;

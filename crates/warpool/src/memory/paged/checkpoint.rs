@@ -1,9 +1,4 @@
-//! Checkpoints of private pools: its allocated blocks are recorded, and restored later at their addresses.
-//!
-//! Restoring checks everything first and then changes all heaps of the pool in one step, under their locks together.
-//! Streams that use what a restore frees are not forgotten: a block that no restored one overlaps waits for them, as
-//! after any free. For the others the stream of the heap is ordered after them before the restore, so that all later
-//! use of that memory is; and they use the restored block too.
+//! Checkpoints of private pools: all heaps of a pool are changed in one step, under their locks together.
 
 use std::collections::BTreeSet;
 
@@ -16,50 +11,37 @@ use super::device::{BlockRef, PagedDevice};
 use super::free::Fences;
 use super::heap::{Freed, Heap, Kept, State};
 use super::pending::PendingFrees;
-use super::spin_lock::SpinGuard;
-use crate::memory::checkpoint::{BlockUses, PoolCheckpoint, Restored, SavedBlock, lent_block};
+use crate::memory::checkpoint::{BlockUses, SavedBlock, StreamOrder, UsedRanges, refused_pending, restore_ordered};
 use crate::memory::report::EntryDetails;
-use crate::memory::{Action, Allocation, MemPoolId, StackLevel, stream_fence};
+use crate::memory::{
+    Action, Allocation, Checkpoints, DeviceAllocator as _, MemPoolId, PoolCheckpoint, Restored, StackLevel,
+};
+use crate::sync::spin_lock::SpinGuard;
 use crate::unwind::OnUnwind;
-use crate::{Error, Result, lock};
-
-/// A stream that uses memory of a block to be restored, and the stream of its heap.
-type Order = (StreamId, StreamId);
+use crate::{Result, lock};
 
 /// The heaps of a pool, locked, by number.
 struct PoolHeaps<'a>(Vec<(u32, SpinGuard<'a, Heap>)>);
 
 impl<'a> PoolHeaps<'a> {
     fn lock(device: &'a PagedDevice, pool: MemPoolId) -> Result<Self> {
-        let mut numbers = {
-            let pools = lock(&device.pools);
-            let refuse = |why: &str| Err(Error::Checkpoint { pool, why: why.to_owned() });
-            if pool.is_default() {
-                return refuse("only private pools have checkpoints");
-            }
-            if pools.uses(pool)? == 0 {
-                return refuse("the pool was released");
-            }
-            pools.sleeping.expect_awake(pool)?;
-            pools.heaps(pool)?
-        };
+        let mut numbers = lock(&device.pools).checkpointed(pool)?.heaps();
         // In one order. Nobody else locks two heaps at a time.
         numbers.sort_unstable();
         let heaps = numbers.into_iter().map(|number| (number, device.heaps.get(number).lock()));
         let heaps = Self(heaps.collect());
         if heaps.0.iter().any(|(_, heap)| heap.all_blocks().any(|(_, block)| block.state() == State::Pending)) {
-            let why = "a freed block waits for streams that used it; synchronize with them first".to_owned();
-            return Err(Error::Checkpoint { pool, why });
+            return Err(refused_pending(pool));
         }
         Ok(heaps)
     }
 
-    fn orders(&self, checkpoint: &PoolCheckpoint) -> BTreeSet<Order> {
+    fn orders(&self, checkpoint: &PoolCheckpoint) -> BTreeSet<StreamOrder> {
         let mut orders = BTreeSet::new();
         for (_, heap) in &self.0 {
             for (id, block) in heap.all_blocks().filter(|&(id, _)| !heap.is_held(id) && !heap.is_lent(id)) {
                 if checkpoint.overlaps(block.addr(), block.addr() + block.bytes()) {
-                    orders.extend(heap.streams_using(id).iter().map(|&user| (user, heap.stream)));
+                    orders.extend(StreamOrder::all(heap.stream, heap.streams_using(id), &[]));
                 }
             }
         }
@@ -68,31 +50,20 @@ impl<'a> PoolHeaps<'a> {
 
     /// Where every saved block is; `None` for one that a graph holds and that is as it was.
     fn places(&self, device: &PagedDevice, checkpoint: &PoolCheckpoint) -> Result<Vec<Option<(usize, Location)>>> {
-        let refuse = |why: String| Error::Checkpoint { pool: checkpoint.pool, why };
-        let gone =
-            |saved: &SavedBlock| refuse(format!("could not find {:#x}: the memory was released since", saved.ptr));
         let place = |saved: &SavedBlock| {
-            let at = device.space.locate(DevicePtr(saved.ptr)).ok_or_else(|| gone(saved))?;
-            let index = self.0.iter().position(|(number, _)| *number == at.heap).ok_or_else(|| gone(saved))?;
+            let gone = || checkpoint.released_since(saved);
+            let at = device.space.locate(DevicePtr(saved.ptr)).ok_or_else(gone)?;
+            let index = self.0.iter().position(|(number, _)| *number == at.heap).ok_or_else(gone)?;
             match self.0[index].1.room_at(at.kind, at.range, (saved.ptr, saved.end())) {
                 Ok(None) => Ok(None),
                 Ok(Some(true)) => Ok(Some((index, at))),
-                Ok(Some(false)) => Err(gone(saved)),
-                Err(Kept::Held(held)) => Err(refuse(format!(
-                    "a graph owns the block at {held:#x}, where another was; reset the graph first"
-                ))),
-                Err(Kept::Lent(lent)) => Err(refuse(lent_block(lent))),
+                Ok(Some(false)) => Err(gone()),
+                Err(Kept::Held(held)) => Err(checkpoint.held_block(held)),
+                Err(Kept::Lent(lent)) => Err(checkpoint.lent_block(lent)),
             }
         };
         checkpoint.blocks.iter().map(place).collect()
     }
-}
-
-/// Memory of a block that was freed while streams used it.
-struct UsedRange {
-    start: u64,
-    end: u64,
-    streams: Vec<StreamId>,
 }
 
 impl PagedDevice {
@@ -120,7 +91,7 @@ impl PagedDevice {
     fn restore(
         &self,
         checkpoint: &PoolCheckpoint,
-        ordered: &BTreeSet<Order>,
+        ordered: &BTreeSet<StreamOrder>,
         (pending, ended): (&mut Vec<BlockRef>, &mut Vec<(u32, StreamId)>),
         details: &EntryDetails,
     ) -> Result<Option<Restored>> {
@@ -129,7 +100,7 @@ impl PagedDevice {
         if !heaps.orders(checkpoint).is_subset(ordered) {
             return Ok(None);
         }
-        let (mut freed, mut used) = (Vec::new(), Vec::new());
+        let (mut freed, mut used) = (Vec::new(), UsedRanges::default());
         for (number, heap) in &mut heaps.0 {
             let ends = heap.ends();
             let blocks = heap.all_blocks().filter(|(_, block)| block.state() == State::Allocated);
@@ -140,9 +111,7 @@ impl PagedDevice {
                     (heap.block(id).addr(), heap.block(id).bytes(), heap.block(id).requested());
                 if checkpoint.overlaps(start, start + bytes) {
                     let streams = heap.take_uses(id);
-                    if !streams.is_empty() {
-                        used.push(UsedRange { start, end: start + bytes, streams });
-                    }
+                    used.push((start, start + bytes), BlockUses { streams, in_capture: Vec::new() });
                 }
                 freed.push(DevicePtr(start));
                 let stack = heap.stack(id).cloned();
@@ -157,7 +126,7 @@ impl PagedDevice {
             ended.extend((heap.ends() != ends).then_some((*number, heap.stream)));
         }
         freed.sort_unstable();
-        used.sort_unstable_by_key(|range| range.start);
+        used.sort();
         let (mut allocated, mut anchors) = (Vec::new(), FxHashMap::default());
         for (saved, place) in checkpoint.blocks.iter().zip(places) {
             let Some((index, at)) = place else { continue };
@@ -166,10 +135,7 @@ impl PagedDevice {
             let id = heap.allocate_at(at.kind, at.range, (saved.ptr, saved.size), saved.requested, *anchor);
             *anchor = Some(id);
             heap.add_uses(id, &saved.uses.streams);
-            let first = used.partition_point(|range| range.end <= saved.ptr);
-            for range in used[first..].iter().take_while(|range| range.start < saved.end()) {
-                heap.add_uses(id, &range.streams);
-            }
+            used.of(saved).for_each(|range| heap.add_uses(id, &range.uses.streams));
             let slot = BlockRef { heap: *number, block: id }.pack();
             let allocation = heap.allocation(id, self.id, slot);
             heap.set_stack(id, details.stack.clone());
@@ -181,36 +147,25 @@ impl PagedDevice {
     }
 }
 
-impl PagedAllocator {
-    /// Records the allocated blocks of a pool. Fails if one of its blocks waits for streams, or if the pool is
-    /// released.
-    pub fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> Result<PoolCheckpoint> {
-        self.device_without_pending(device)?.checkpoint(self.key, pool)
+impl Checkpoints for PagedAllocator {
+    fn checkpoint(&self, device: DeviceId, pool: MemPoolId) -> Result<PoolCheckpoint> {
+        self.device_without_pending(device)?.checkpoint(self.shared.key, pool)
     }
 
-    /// Frees what is allocated in the pool, and allocates again what the checkpoint recorded. Fails, and changes
-    /// nothing, if some of that memory was released since. Blocks from before free nothing any more when they are
-    /// dropped. Memory that other streams use waits for them, as after any free; a restored block's own stream waits
-    /// for those that use its memory, which must not capture.
-    pub fn restore(&self, checkpoint: &PoolCheckpoint) -> Result<Restored> {
-        checkpoint.expect_of(self.key)?;
+    fn restore(&self, checkpoint: &PoolCheckpoint) -> Result<Restored> {
+        checkpoint.expect_of(self.shared.key)?;
         let device = self.device_without_pending(checkpoint.device())?;
         let details = device.entry_details(StackLevel::State);
-        let (mut ordered, mut pending, mut ended) = (BTreeSet::new(), Vec::new(), Vec::new());
-        let restored = loop {
-            let orders = PoolHeaps::lock(device, checkpoint.pool)?.orders(checkpoint);
-            for order in orders.difference(&ordered) {
-                self.order_streams(checkpoint.pool, *order)?;
-            }
-            ordered.extend(orders);
-            // Another thread may have recorded a use meanwhile.
-            if let Some(restored) = device.restore(checkpoint, &ordered, (&mut pending, &mut ended), &details)? {
-                break restored;
-            }
-        };
+        let (mut pending, mut ended) = (Vec::new(), Vec::new());
+        let restored = restore_ordered(
+            &self.shared.instance,
+            checkpoint.pool,
+            || Ok(PoolHeaps::lock(device, checkpoint.pool)?.orders(checkpoint)),
+            |ordered| device.restore(checkpoint, ordered, (&mut pending, &mut ended), &details),
+        )?;
         let owner = PendingFrees::new(device, &details);
         let unwinds = OnUnwind::new(|| {
-            restored.allocated.iter().for_each(|&allocation: &Allocation| self.abandon(allocation));
+            restored.allocated.iter().for_each(|&allocation: &Allocation| self.free_later(allocation));
         });
         pending.into_iter().for_each(|key| owner.fence(key));
         ended.into_iter().for_each(|(number, stream)| device.end_of_stream(number, stream, Fences::Now, &details));
@@ -218,21 +173,9 @@ impl PagedAllocator {
         unwinds.disarm();
         Ok(restored)
     }
+}
 
-    fn abandon(&self, allocation: Allocation) {
-        use crate::memory::DeviceAllocator as _;
-        self.free_later(allocation);
-    }
-
-    /// Makes the stream of a heap wait for one that uses memory of a block to be restored.
-    fn order_streams(&self, pool: MemPoolId, (user, own): Order) -> Result<()> {
-        if stream_fence::order_outside_captures(&self.shared.instance, user, own)? {
-            return Ok(());
-        }
-        let why = format!("{user} uses memory of a block to be restored, and a capture is under way; end it first");
-        Err(Error::Checkpoint { pool, why })
-    }
-
+impl PagedAllocator {
     /// The device, after pending frees have been processed.
     fn device_without_pending(&self, device: DeviceId) -> Result<&PagedDevice> {
         let device = self.device(device)?;

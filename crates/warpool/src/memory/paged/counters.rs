@@ -177,11 +177,6 @@ impl Totals {
         heap.room = Default::default();
     }
 
-    /// Bytes of allocated blocks: the highest sum so far.
-    pub(super) fn peak_active_bytes(&self) -> u64 {
-        self.peak[2][ACTIVE_BYTES]
-    }
-
     pub(super) fn reset_peak(&mut self) {
         let [small, large] = self.current;
         self.peak = [small, large, sum(&self.current)];

@@ -5,11 +5,12 @@
 //! by ascending number. Pools, scopes and fences are taken alone, or while the pages are locked. User code runs with
 //! none of them.
 
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use rustc_hash::FxHashMap;
-use warpool_driver::{DeviceId, DevicePtr, Driver, ShareKind, StreamId};
+use warpool_driver::{DevicePtr, StreamId};
 
 use super::activity::Activity;
 use super::address_space::AddressSpace;
@@ -20,31 +21,17 @@ use super::heaps::Heaps;
 use super::inactive::{self, Inactive, InactiveStats};
 use super::last_heap::DeviceKey;
 use super::left_addresses::LeftAddresses;
-use super::pages::{PageTable, PageTotals};
-use super::pools::{Pools, SegmentSource};
-use super::spin_lock::SpinLock;
-use crate::capture::{CaptureSafe, CaptureStatus};
-use crate::memory::capture_count::CaptureCount;
-use crate::memory::limit::Limits;
-use crate::memory::report::{EntryDetails, HistoryFlags, HistoryRecorder};
-use crate::memory::scopes::Scopes;
+use super::pages::PageTable;
+use super::pools::{PoolHeaps, Pools, SegmentSource};
+use crate::memory::core::{AllocatorCore, DeviceCore};
+use crate::memory::report::{EntryDetails, HistoryRecorder};
 use crate::memory::stream_fence::StreamFences;
 use crate::memory::{
-    Action, Allocation, HistoryOptions, MemPoolId, Observers, Request, SegmentKind, Settings, SizeRules, StackLevel,
-    StatByKind, Stats,
+    Action, Allocation, HistoryOptions, MemPoolId, PageTotals, Request, SegmentKind, SizeRules, StatByKind, Stats,
 };
+use crate::sync::spin_lock::SpinLock;
 use crate::unwind::drop_user_value;
-use crate::{Device, Instance, Result, lock};
-
-/// What the devices of an allocator share.
-pub(super) struct Shared {
-    pub(super) instance: Instance,
-    pub(super) observers: Observers,
-    /// Whether the driver tracks suballocations.
-    pub(super) tracks_suballocations: bool,
-    pub(super) settings: Mutex<Arc<Settings>>,
-    pub(super) captures: CaptureCount,
-}
+use crate::{Device, lock};
 
 /// Names a block on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,12 +72,7 @@ pub(super) struct EventCounts {
 }
 
 pub(super) struct PagedDevice {
-    shared: Arc<Shared>,
-    pub(super) id: DeviceId,
-    pub(super) bytes_total: u64,
-    pub(super) rdma: bool,
-    /// How pages can be shared with other processes.
-    pub(super) share: Option<ShareKind>,
+    core: DeviceCore,
     pub(super) key: DeviceKey,
     pub(super) heaps: Heaps,
     /// Heaps in which something was allocated or freed since pages were last needed.
@@ -106,81 +88,46 @@ pub(super) struct PagedDevice {
     pub(super) pools: Mutex<Pools>,
     /// Sources of removed pools and segments, to be dropped.
     removed: Mutex<Vec<SegmentSource>>,
-    pub(super) scopes: Scopes,
     fences: Mutex<StreamFences<BlockRef>>,
     has_pending: AtomicBool,
     totals: Mutex<Totals>,
     inactive: Mutex<InactiveStats>,
     pub(super) counts: EventCounts,
-    limits: Mutex<Limits>,
     pub(super) history: SpinLock<HistoryRecorder>,
-    pub(super) history_flags: HistoryFlags,
-    pub(super) peers: Mutex<Vec<DeviceId>>,
+}
+
+impl Deref for PagedDevice {
+    type Target = DeviceCore;
+
+    #[inline]
+    fn deref(&self) -> &DeviceCore {
+        &self.core
+    }
 }
 
 impl PagedDevice {
-    pub(super) fn new(shared: &Arc<Shared>, device: &Device, settings: &Settings) -> Self {
-        let properties = device.properties();
-        let slot_bytes = properties.granularity.max(super::SLOT_MIN);
+    pub(super) fn new(shared: &Arc<AllocatorCore>, device: &Device) -> Self {
+        let core = DeviceCore::new(shared, device);
+        let slot_bytes = device.properties().granularity.max(super::SLOT_MIN);
         Self {
-            shared: Arc::clone(shared),
-            id: device.id(),
-            bytes_total: properties.bytes_total,
-            rdma: properties.rdma,
-            share: properties.share_posix_fd.then_some(ShareKind::PosixFd),
-            key: DeviceKey::new(device.id()),
+            key: DeviceKey::new(core.id),
             heaps: Heaps::new(),
             activity: Arc::default(),
             naming: Mutex::default(),
             by_key: RwLock::default(),
-            space: AddressSpace::new(properties.bytes_total),
+            space: AddressSpace::new(core.bytes_total),
             pages: Mutex::new(PageTable::new(slot_bytes)),
             fill_memory: Mutex::default(),
-            pools: Mutex::new(Pools::new(device.id())),
+            pools: Mutex::new(Pools::new(core.id, PoolHeaps::default())),
             removed: Mutex::default(),
-            scopes: Scopes::default(),
             fences: Mutex::default(),
             has_pending: AtomicBool::new(false),
             totals: Mutex::default(),
             inactive: Mutex::default(),
             counts: EventCounts::default(),
-            limits: Mutex::new(Limits::of(settings)),
             history: SpinLock::default(),
-            history_flags: HistoryFlags::default(),
-            peers: Mutex::default(),
+            core,
         }
-    }
-
-    #[inline]
-    pub(super) fn shared(&self) -> &Shared {
-        &self.shared
-    }
-
-    #[inline]
-    pub(super) fn instance(&self) -> &Instance {
-        &self.shared.instance
-    }
-
-    #[inline]
-    pub(super) fn driver(&self) -> &dyn Driver {
-        &**self.shared.instance.driver()
-    }
-
-    pub(super) fn observers(&self) -> &Observers {
-        &self.shared.observers
-    }
-
-    pub(super) fn limits(&self) -> Limits {
-        *lock(&self.limits)
-    }
-
-    pub(super) fn change_limits<R>(&self, change: impl FnOnce(&mut Limits) -> R) -> R {
-        change(&mut lock(&self.limits))
-    }
-
-    /// The most that may be reserved.
-    pub(super) fn limit(&self) -> Option<u64> {
-        self.limits().bytes(self.bytes_total)
     }
 }
 
@@ -189,8 +136,8 @@ impl Drop for PagedDevice {
     /// use it.
     fn drop(&mut self) {
         let pages = self.pages.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if pages.has_no_mappings() && !self.shared.instance.is_inherited() {
-            let left = self.shared.instance.extensions().get_or_init(LeftAddresses::default);
+        if pages.has_no_mappings() && !self.core.instance().is_inherited() {
+            let left = self.core.instance().extensions().get_or_init(LeftAddresses::default);
             left.add(self.space.take_all());
         }
     }
@@ -211,11 +158,11 @@ impl PagedDevice {
         self.heaps.get(number).lock().set_no_owner();
         table.bystanders.heap_retired(number);
         table.index.note_changed(number);
-        let (removed, source) = lock(&self.pools).remove_heap(pool, number);
-        if removed {
+        let removed = lock(&self.pools).remove_heap(pool, number);
+        if let Some(removed) = removed {
             table.homes.forget_pool(pool);
+            self.drop_later(removed.options.upstream.map(SegmentSource::Upstream));
         }
-        self.drop_later(source);
     }
 
     /// Removes released pools that have nothing left.
@@ -224,7 +171,7 @@ impl PagedDevice {
             return;
         }
         let mut table = lock(&self.pages);
-        let released = lock(&self.pools).released();
+        let released = lock(&self.pools).released_heaps();
         for heap in released.into_iter().flat_map(|(_, heaps)| heaps) {
             let idle = self.heaps.get(heap).lock().is_idle();
             if idle && table.is_unmapped(heap) {
@@ -249,10 +196,6 @@ impl PagedDevice {
     /// The heap of a stream and pool, if there is one.
     pub(super) fn existing_heap(&self, stream: StreamId, pool: MemPoolId) -> Option<u32> {
         self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied()
-    }
-
-    pub(super) fn settings(&self) -> Arc<Settings> {
-        Arc::clone(&lock(&self.shared.settings))
     }
 
     /// The heap, if it is the one that the thread used last.
@@ -360,12 +303,6 @@ impl PagedDevice {
         }
     }
 
-    /// The highest sum of bytes in use so far, as far as it was collected.
-    pub(super) fn peak_active_bytes(&self, heap: u32) -> u64 {
-        self.collect(heap);
-        lock(&self.totals).peak_active_bytes()
-    }
-
     pub(super) fn stats(&self) -> Stats {
         let mut stats = Stats { max_split_size: -1, ..Stats::default() };
         self.with_totals(|totals, added| totals.write(added, &mut stats));
@@ -385,12 +322,6 @@ impl PagedDevice {
         stats.num_sync_all_streams = self.counts.syncs.load(Ordering::Relaxed);
         stats
     }
-
-    /// The pool that a request without a pool is routed to.
-    #[inline]
-    pub(super) fn routed(&self, stream: StreamId) -> Result<MemPoolId> {
-        self.scopes.routed(stream, self.driver())
-    }
 }
 
 /// Captures and pending frees.
@@ -399,7 +330,7 @@ impl PagedDevice {
     /// sees a block as allocated which is not reported yet.
     #[inline]
     pub(super) fn report_allocated(&self, allocation: &Allocation) {
-        if self.shared.tracks_suballocations {
+        if self.shared().tracks_suballocations {
             self.driver().suballocated(allocation.ptr, allocation.bytes, allocation.stream);
         }
     }
@@ -408,7 +339,7 @@ impl PagedDevice {
     /// it.
     #[inline]
     pub(super) fn report_free(&self, heap: &Heap, block: u32) {
-        if self.shared.tracks_suballocations && heap.pool.is_default() {
+        if self.shared().tracks_suballocations && heap.pool.is_default() {
             let block = heap.block(block);
             self.driver().suballocation_freed(DevicePtr(block.addr()), block.bytes());
         }
@@ -417,14 +348,14 @@ impl PagedDevice {
     /// Whether nobody is told of allocations and frees.
     #[inline]
     pub(super) fn is_unobserved(&self) -> bool {
-        !self.shared.tracks_suballocations && self.history_flags.is_off(&self.shared.observers)
+        !self.shared().tracks_suballocations && self.history_flags.is_off(self.observers())
     }
 
     /// Whether a history is recorded whose entries say no more than what happened and when, and nobody else is told of
     /// allocations and frees.
     #[inline]
     pub(super) fn only_records(&self) -> bool {
-        !self.shared.tracks_suballocations && self.history_flags.is_plain(&self.shared.observers)
+        !self.shared().tracks_suballocations && self.history_flags.is_plain(self.observers())
     }
 
     /// Whether a request for a stream is one for its default pool's heap: no scope, no capture, and no pending free
@@ -432,22 +363,6 @@ impl PagedDevice {
     #[inline]
     pub(super) fn is_undisturbed(&self) -> bool {
         !self.has_pending() && !self.has_captures() && !self.scopes.is_any_open()
-    }
-
-    #[inline]
-    pub(super) fn has_captures(&self) -> bool {
-        self.shared.captures.any() || self.instance().has_captures()
-    }
-
-    /// The capture status of a stream. No driver call while no capture is active on any device.
-    #[inline]
-    pub(super) fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
-        if self.has_captures() { CaptureStatus::of(self.driver(), stream) } else { Ok(CaptureStatus::NotCapturing) }
-    }
-
-    /// While the result is held, driver calls of the calling thread invalidate no capture.
-    pub(super) fn capture_safe(&self) -> Result<CaptureSafe<'_>> {
-        CaptureSafe::begin(self.instance(), || !self.has_captures())
     }
 
     #[inline]
@@ -465,11 +380,6 @@ impl PagedDevice {
 
 /// The history.
 impl PagedDevice {
-    #[inline]
-    pub(super) fn entry_details(&self, level: StackLevel) -> EntryDetails {
-        self.history_flags.entry_details(level, self.observers(), self.driver())
-    }
-
     pub(super) fn record_history(&self, options: Option<&HistoryOptions>) {
         self.history.lock().history.set(options.cloned());
         self.history_flags.set(options);

@@ -17,8 +17,6 @@ pub(super) struct FillMemory {
     pub(super) takeable: PageSet,
     /// Those of them that are in free blocks of other heaps.
     pub(super) free_elsewhere: PageSet,
-    /// All that may be taken for any window, while they are counted.
-    pub(super) free_anywhere: PageSet,
     /// Those that are taken back.
     pub(super) taken_back: PageSet,
     pub(super) take_lists: TakeLists,

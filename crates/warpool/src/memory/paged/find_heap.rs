@@ -8,8 +8,8 @@ use super::adoption;
 use super::device::PagedDevice;
 use super::heap::Heap;
 use super::last_work::Owner;
-use super::spin_lock::SpinLock;
 use crate::memory::MemPoolId;
+use crate::sync::spin_lock::SpinLock;
 use crate::{Error, Result, lock};
 
 impl PagedDevice {

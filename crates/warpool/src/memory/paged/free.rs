@@ -1,6 +1,6 @@
 //! Freeing, and changing, a block of any kind.
 
-use warpool_driver::{DeviceId, DevicePtr};
+use warpool_driver::DevicePtr;
 
 use super::PagedAllocator;
 use super::device::{BlockRef, PagedDevice};
@@ -165,18 +165,6 @@ impl PagedDevice {
 }
 
 impl PagedAllocator {
-    /// Frees a block of any kind, first looked for on that device.
-    #[inline(never)]
-    pub(super) fn free_on_checked(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
-        if ptr.is_null() || self.instance().is_inherited() {
-            return Ok(());
-        }
-        match self.device(device)?.free_at(ptr) {
-            Outcome::Unknown => self.free_checked(ptr),
-            outcome => result_of(&outcome, ptr),
-        }
-    }
-
     /// Frees a block of any kind.
     #[inline(never)]
     pub(super) fn free_checked(&self, ptr: DevicePtr) -> Result<()> {

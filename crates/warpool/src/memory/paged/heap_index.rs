@@ -12,8 +12,8 @@ const REQUESTS_UNTIL_IDLE: u64 = 32;
 /// The free memory of a heap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct FreeMemory {
-    /// In free blocks that a page may fit into; 0 if none of its pages is free as a whole.
-    pub(super) page_sized_bytes: u64,
+    /// Whether a page is free as a whole.
+    pub(super) has_pages: bool,
     /// Beside large blocks, in pages that those have parts of.
     pub(super) bytes_in_parts: u64,
     /// Whether it is a heap of the default pool.
@@ -51,7 +51,7 @@ impl HeapIndex {
     /// A heap was looked at.
     pub(super) fn set(&mut self, heap: u32, free: FreeMemory) {
         let parts = |free: FreeMemory| if free.is_default { free.bytes_in_parts } else { 0 };
-        let before = if free.page_sized_bytes == 0 && free.bytes_in_parts == 0 {
+        let before = if !free.has_pages && free.bytes_in_parts == 0 {
             self.free.remove(&heap)
         } else {
             self.free.insert(heap, free)
@@ -59,10 +59,9 @@ impl HeapIndex {
         self.bytes_in_parts = self.bytes_in_parts - before.map_or(0, parts) + parts(free);
     }
 
-    /// Heaps with pages that are free as a whole, with the sum of the free blocks that a page may fit into.
-    pub(super) fn with_pages(&self) -> impl Iterator<Item = (u32, u64)> {
-        let free = self.free.iter().filter(|(_, free)| free.page_sized_bytes > 0);
-        free.map(|(&heap, free)| (heap, free.page_sized_bytes))
+    /// Heaps with pages that are free as a whole.
+    pub(super) fn with_pages(&self) -> impl Iterator<Item = u32> {
+        self.free.iter().filter(|(_, free)| free.has_pages).map(|(&heap, _)| heap)
     }
 
     /// What is free beside large blocks in heaps of the default pool.

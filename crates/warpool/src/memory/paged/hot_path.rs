@@ -1,14 +1,14 @@
 //! The hot path: what a cached allocation and its free do, and where they go on if it takes more.
 
-use warpool_driver::{DeviceId, DevicePtr};
+use warpool_driver::DevicePtr;
 
 use super::PagedAllocator;
 use super::device::{BlockRef, PagedDevice};
 use super::heap::{FreedAgain, Heap};
-use super::spin_lock::SpinGuard;
 use crate::Result;
 use crate::memory::report::now_us;
 use crate::memory::{Allocation, MemPoolId, Request};
+use crate::sync::spin_lock::SpinGuard;
 
 impl PagedDevice {
     /// Frees a block that only its own stream used, in the heap that the thread used last. `false` if it has to be
@@ -67,12 +67,10 @@ impl PagedDevice {
 /// The hot path: the heap that the thread used last, while there is nothing to be looked after. One lock that
 /// threads on other streams never take.
 impl PagedAllocator {
-    /// Allocates from the heap that the thread used last, without anything else: for frameworks that call this on every
-    /// allocation. `None`, and nothing has changed, if it takes more:
-    /// [`allocate_raw`](crate::memory::DeviceAllocator::allocate_raw) does that.
-    #[inline]
-    #[must_use]
-    pub fn allocate_cached(&self, request: &Request) -> Option<Allocation> {
+    /// Allocates from the heap that the thread used last, without anything else. `None`, and nothing has changed, if it
+    /// takes more.
+    #[inline(always)]
+    pub(super) fn take_cached(&self, request: &Request) -> Option<Allocation> {
         match self.allocate_again(request) {
             Again::Done(allocation) => Some(allocation),
             Again::Search(heap, number) => search(heap, number, request),
@@ -128,13 +126,6 @@ impl PagedAllocator {
             Some(allocation) => Ok(allocation),
             None => self.allocate_checked(*request),
         }
-    }
-
-    /// Frees what starts at `ptr` on `device`, if it was allocated so and its stream alone used it. `false`, and
-    /// nothing has changed, if it takes more: [`free_on`](crate::memory::DeviceAllocator::free_on) does that.
-    #[inline]
-    pub fn free_cached(&self, device: DeviceId, ptr: DevicePtr) -> bool {
-        self.devices.get(device.0 as usize).is_some_and(|device| device.free_plain(ptr))
     }
 }
 

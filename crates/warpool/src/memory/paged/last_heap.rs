@@ -9,8 +9,8 @@ use warpool_driver::{DeviceId, StreamId};
 
 use super::heap::Heap;
 use super::heaps::Heaps;
-use super::spin_lock::SpinLock;
 use crate::memory::MemPoolId;
+use crate::sync::spin_lock::SpinLock;
 
 /// Tells a device of an allocator from all others that this process has had.
 #[derive(Debug)]

@@ -8,10 +8,9 @@ use crate::memory::MappedPart;
 use crate::{Error, Result, lock};
 
 impl PagedAllocator {
-    /// The pages of the block that starts at `ptr`, in the order of their addresses; the first may begin before it, and
-    /// the last end after it. They stay mapped there as long as the block is allocated. Empty if the block has no
-    /// pages: it is in a pool with an upstream, or one whose blocks are whole segments.
-    pub fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
+    /// The pages of the block that starts at `ptr`, by address. Empty if the block has none: it is in a pool with an
+    /// upstream, or one whose blocks are whole segments.
+    pub(super) fn mapped_pages(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
         let (device, allocation) = self.locate(ptr)?;
         let table = lock(&device.pages);
         let Some(range) = table.range_with(ptr.0) else { return Ok(Vec::new()) };

@@ -62,13 +62,10 @@ mod reclaim;
 mod retire;
 mod segments;
 mod shortage;
-mod sleep;
 mod slot;
 mod snapshot;
-pub(in crate::memory) mod spin_lock;
 mod stream_tail;
 mod supply;
-mod sync;
 #[cfg(test)]
 mod tests;
 mod unused_heaps;
@@ -76,17 +73,16 @@ mod used_heaps;
 mod window;
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use warpool_driver::{Access, DeviceAccess, DeviceId, DevicePtr, Driver, ErrorCode};
 
-use self::device::{PagedDevice, Shared};
+use self::device::PagedDevice;
 use self::page_sizes::PageSizes;
-pub use self::pages::PageTotals;
-use super::capture_count::CaptureCount;
-use super::checkpoint::next_allocator_key;
-use super::{Backend, Observers, Settings, StackLevel, lint};
-use crate::pool_id::PoolIds;
+use super::core::AllocatorCore;
+use super::{Backend, PageStats, Settings, StackLevel, lint};
+// Under these names, so that the models of `heaps` and `address_space` can give them others.
+use crate::sync::{primitives as sync, spin_lock};
 use crate::{Error, Instance, Result, lock};
 
 /// The smallest page.
@@ -95,53 +91,8 @@ const SLOT_MIN: u64 = 2 << 20;
 /// An allocator over pages of physical memory that are mapped where they are needed. See the
 /// [module](crate::memory) for how allocators are used.
 pub struct PagedAllocator {
-    shared: Arc<Shared>,
+    shared: Arc<AllocatorCore>,
     devices: Box<[PagedDevice]>,
-    pool_ids: PoolIds,
-    /// Tells it from all other allocators.
-    key: u64,
-}
-
-/// What a device's pages are used for. Pools with an upstream, and those whose blocks are whole segments, have none.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PageStats {
-    /// Pages that there are.
-    pub pages: u64,
-    /// Their bytes.
-    pub reserved_bytes: u64,
-    /// Bytes of allocated blocks and pending frees.
-    pub active_bytes: u64,
-    /// Bytes that are free and mapped.
-    pub free_mapped_bytes: u64,
-    /// Bytes of pages that belong to no address.
-    pub spare_bytes: u64,
-    /// Bytes of addresses at which pages are mapped that belong to others.
-    pub bytes_mapped_twice: u64,
-    /// How often things were done with pages.
-    pub totals: PageTotals,
-}
-
-impl PageStats {
-    /// Every value with its name, as `warpool_page_stats` and `warpool.torch.page_stats` name it.
-    #[must_use]
-    pub fn named(&self) -> [(&'static str, u64); 12] {
-        let totals = &self.totals;
-        [
-            ("pages", self.pages),
-            ("reserved_bytes", self.reserved_bytes),
-            ("active_bytes", self.active_bytes),
-            ("free_mapped_bytes", self.free_mapped_bytes),
-            ("spare_bytes", self.spare_bytes),
-            ("bytes_mapped_twice", self.bytes_mapped_twice),
-            ("pages_created", totals.created),
-            ("pages_released", totals.released),
-            ("pages_taken", totals.taken),
-            ("pages_taken_back", totals.taken_back),
-            ("pages_mapped", totals.mapped),
-            ("pages_unmapped", totals.unmapped),
-        ]
-    }
 }
 
 impl PagedAllocator {
@@ -155,52 +106,23 @@ impl PagedAllocator {
             // No driver is known to have one. Slots have such a size, so that an address is divided by shifting it.
             return Err(Error::Unsupported { allocator: "paged", what: "a granularity that is no power of two" });
         }
-        let shared = Arc::new(Shared {
-            instance: instance.clone(),
-            observers: Observers::default(),
-            tracks_suballocations: instance.driver().tracks_suballocations(),
-            settings: Mutex::new(Arc::new(naming_backend(settings))),
-            captures: CaptureCount::default(),
-        });
-        let settings = Arc::clone(&lock(&shared.settings));
-        let devices = instance.devices().map(|device| PagedDevice::new(&shared, &device, &settings)).collect();
-        Ok(Self { shared, devices, pool_ids: PoolIds::default(), key: next_allocator_key() })
-    }
-
-    /// The settings in force; the default ones in a forked child.
-    #[must_use]
-    pub fn settings(&self) -> Arc<Settings> {
-        if self.shared.instance.is_inherited() {
-            return Arc::default();
-        }
-        Arc::clone(&lock(&self.shared.settings))
-    }
-
-    /// Changes the settings. Memory fraction and cap stay as they were set first, or by the last call for them.
-    pub fn set_settings(&self, settings: Settings) {
-        if !self.shared.instance.is_inherited() {
-            *lock(&self.shared.settings) = Arc::new(naming_backend(settings));
-        }
-    }
-
-    /// Limits what is reserved on a device to `bytes`, beside the fraction; `None` is no limit.
-    pub fn set_memory_cap(&self, device: DeviceId, bytes: Option<u64>) -> Result<()> {
-        self.device(device)?.change_limits(|limits| limits.cap = bytes);
-        Ok(())
+        let shared = AllocatorCore::new(instance, naming_backend(settings));
+        let devices = instance.devices().map(|device| PagedDevice::new(&shared, &device)).collect();
+        Ok(Self { shared, devices })
     }
 
     /// Returns free pages to the driver until at most `bytes` are reserved on the device, or no page is free. Returns
     /// how many bytes.
     pub fn trim_to(&self, device: DeviceId, bytes: u64) -> Result<u64> {
         let device = self.device(device)?;
-        let details = device.entry_details(StackLevel::All).timed(self.driver());
+        let details = device.timed_details(StackLevel::All);
         let trimmed = reclaim::release_all(device, super::MemPoolId::DEFAULT, bytes, &details);
         device.report();
         trimmed
     }
 
     /// What a device's pages are used for.
-    pub fn page_stats(&self, device: DeviceId) -> Result<PageStats> {
+    fn count_pages(&self, device: DeviceId) -> Result<PageStats> {
         let device = self.device(device)?;
         let table = lock(&device.pages);
         let (mut active_bytes, mut free_mapped_bytes) = (0, 0);
@@ -215,15 +137,14 @@ impl PagedAllocator {
             reserved_bytes: table.bytes_of_pages(),
             active_bytes,
             free_mapped_bytes,
-            spare_bytes: table.spare_pages().map(|page| table.page_bytes(page)).sum(),
+            spare_bytes: table.homeless_pages().map(|page| table.page_bytes(page)).sum(),
             bytes_mapped_twice: table.bytes_mapped_twice(),
             totals: table.totals,
         })
     }
 
-    /// Lets kernels on `device` access what this allocator has on `owner`, now and later. A second call changes
-    /// nothing.
-    pub fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+    /// Lets kernels on `device` access what this allocator has on `owner`.
+    fn let_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
         self.device(device)?;
         let owner_device = self.device(owner)?;
         // Under this lock nothing is mapped meanwhile.
@@ -243,7 +164,8 @@ impl PagedAllocator {
         Ok(())
     }
 
-    /// From how much reserved memory on new pages have two and four slots: so tests have such pages on small devices.
+    /// From how much reserved memory on new pages have two and four slots: so tests have pages of all sizes on small
+    /// devices.
     #[doc(hidden)]
     pub fn set_page_sizes(&self, pairs_from: u64, fours_from: u64) {
         for device in &self.devices {
@@ -274,21 +196,18 @@ impl PagedAllocator {
                 heap.check(table.slot_bytes);
                 homes += table.check_heap(number, &heap);
             }
-            let spare: u64 = table.spare_pages().map(|page| table.page_bytes(page)).sum();
+            let spare: u64 = table.homeless_pages().map(|page| table.page_bytes(page)).sum();
             assert_eq!(homes + spare, table.bytes_of_pages(), "every page is somewhere");
         }
     }
 
     fn driver(&self) -> &dyn Driver {
-        &**self.shared.instance.driver()
+        self.shared.driver()
     }
 
     #[inline]
     fn device(&self, device: DeviceId) -> Result<&PagedDevice> {
-        let instance = &self.shared.instance;
-        instance.expect_own_process("allocator call")?;
-        let count = instance.device_count();
-        self.devices.get(device.0 as usize).ok_or(Error::DeviceOutOfRange { index: device.0, count })
+        self.shared.device(&self.devices, device)
     }
 }
 
@@ -303,11 +222,5 @@ fn naming_backend(settings: Settings) -> Settings {
 impl fmt::Debug for PagedAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PagedAllocator").field("instance", &self.shared.instance).finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for Shared {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared").field("captures", &self.captures).finish_non_exhaustive()
     }
 }

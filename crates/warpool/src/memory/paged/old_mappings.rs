@@ -2,6 +2,7 @@
 //! without a driver call. A page has at most sixteen mappings; the oldest is undone once the stream that used it has
 //! passed.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use warpool_driver::{DevicePtr, StreamId};
@@ -160,7 +161,41 @@ pub(super) fn undo_some(device: &PagedDevice, table: &mut PageTable, details: &E
         }
         unmap(device, table, page, slot)?;
     }
+    release_leaving(device, table, details)
+}
+
+/// Returns pages to the driver that are to leave, as far as all work that used them is done.
+fn release_leaving(device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
+    let slots = |table: &PageTable, page: &PageId| table.page(*page).mapped.clone();
+    let mapped: Vec<Slot> = table.leaving.iter().flat_map(|page| slots(table, page)).collect();
+    let heaps: BTreeSet<u32> = mapped.iter().map(|slot| table.range(slot.range).heap).collect();
+    for &heap in &heaps {
+        record_takes(device, table, heap, details)?;
+        poll(device, table, heap)?;
+    }
+    let in_graphs: BTreeSet<u32> = heaps.into_iter().filter(|&heap| users_of(device, heap).is_none()).collect();
+    for page in std::mem::take(&mut table.leaving) {
+        let is_done = |slot: &Slot| !in_graphs.contains(&table.range(slot.range).heap) && table.has_passed(page, *slot);
+        if table.page(page).mapped.iter().all(is_done) {
+            release_unused(device, table, page);
+        } else {
+            table.leaving.push(page);
+        }
+    }
     Ok(())
+}
+
+/// Unmaps a page that no work uses any more, and returns it to the driver. What fails is retried.
+fn release_unused(device: &PagedDevice, table: &mut PageTable, page: PageId) {
+    for slot in table.page(page).mapped.clone() {
+        if let Err(error) = unmap(device, table, page, slot) {
+            tracing::warn!(%error, "a page that is to leave could not be unmapped; it is retried");
+            table.leaving.push(page);
+            return;
+        }
+    }
+    let physical = table.remove(page);
+    release_physical(device, table, physical);
 }
 
 /// Undoes a mapping that no stream uses any more.

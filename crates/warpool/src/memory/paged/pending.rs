@@ -5,11 +5,9 @@ use std::sync::atomic::Ordering;
 use warpool_driver::{DeviceId, StreamId};
 
 use super::device::{BlockRef, PagedDevice};
-use super::heap::Heap;
-use super::spin_lock::SpinGuard;
-use crate::capture::CaptureStatus;
+use crate::memory::core::DeviceCore;
 use crate::memory::report::EntryDetails;
-use crate::memory::stream_fence::{self, Fence, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
+use crate::memory::stream_fence::{self, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
 use crate::memory::{Action, MemPoolId};
 use crate::{Instance, Result};
 
@@ -26,21 +24,13 @@ impl FenceOwner for PendingFrees<'_> {
         self.device.instance()
     }
 
-    fn has_captures(&self) -> bool {
-        self.device.has_captures()
-    }
-
-    fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
-        self.device.capture_status(stream)
+    fn device(&self) -> Option<&DeviceCore> {
+        Some(self.device)
     }
 
     fn device_of(&self, stream: StreamId) -> Option<DeviceId> {
         // Heaps are made only for streams of this device.
         self.device.existing_heap(stream, MemPoolId::DEFAULT).map(|_| self.device.id)
-    }
-
-    fn capture_guard(&self) -> Result<impl Sized> {
-        self.device.capture_safe()
     }
 
     fn stream_of(&self, key: &BlockRef) -> Option<StreamId> {
@@ -55,26 +45,8 @@ impl FenceOwner for PendingFrees<'_> {
         self.device.with_fences(act)
     }
 
-    fn complete(&self, passed: &Fence) {
-        if let Some(key) = self.device.with_fences(|fences| fences.pop(passed)) {
-            let mut heap = self.device.heaps.get(key.heap).lock();
-            heap.uses_mut(key.block).fence_passed();
-            self.reclaim_in(heap, key);
-        }
-    }
-
     fn reclaim_if_clear(&self, key: BlockRef) {
-        self.reclaim_in(self.device.heaps.get(key.heap).lock(), key);
-    }
-}
-
-impl<'a> PendingFrees<'a> {
-    pub(super) fn new(device: &'a PagedDevice, details: &'a EntryDetails) -> Self {
-        Self { device, details }
-    }
-
-    /// Reclaims a pending block of a heap, if no stream uses it any more.
-    fn reclaim_in(&self, mut heap: SpinGuard<'_, Heap>, key: BlockRef) {
+        let mut heap = self.device.heaps.get(key.heap).lock();
         let Some((addr, requested)) = heap.pending(key.block) else { return };
         let stack = heap.stack(key.block).cloned();
         if heap.reclaim_if_clear(key.block) {
@@ -83,6 +55,12 @@ impl<'a> PendingFrees<'a> {
         }
         drop(heap);
         self.device.using(key.heap);
+    }
+}
+
+impl<'a> PendingFrees<'a> {
+    pub(super) fn new(device: &'a PagedDevice, details: &'a EntryDetails) -> Self {
+        Self { device, details }
     }
 
     /// Completes pending frees that can be; looks at a bounded number of those that cannot.

@@ -1,111 +1,122 @@
-//! The calls of [`PrivatePools`].
+//! What the calls about pools need of this allocator.
 
-use warpool_driver::{DeviceId, DevicePtr, StreamId};
+use warpool_driver::{DeviceId, DevicePtr};
 
 use super::PagedAllocator;
+use super::address_space::Location;
+use super::device::PagedDevice;
 use super::heap::State;
 use super::pending::PendingFrees;
-use crate::memory::{MemPoolId, PoolOptions, PoolSleep, PoolUser, PrivatePools, Route, SegmentKind, StackLevel};
+use super::pools::{PoolHeaps, Pools};
+use super::segments;
+use crate::memory::core::{AllocatorCore, DeviceCore};
+use crate::memory::pool_owner::{PoolOwner, SleepingPoolOwner};
+use crate::memory::report::EntryDetails;
+use crate::memory::{Asleep, MemPoolId, PoolOptions, PoolSleep, PoolUser, SegmentKind, StackLevel};
 use crate::unwind::drop_user_value;
 use crate::{Result, lock};
 
-impl PagedAllocator {
-    /// As [`record_pool_uses`](PrivatePools::record_pool_uses), of work on streams that are not known: replays that a
-    /// framework makes by itself. Before the pool's pages are used elsewhere or returned to the driver, all work of the
-    /// device is waited for: by a trim, or by a request that would run out of memory otherwise.
-    pub fn record_pool_use_anywhere(&self, device: DeviceId, pool: MemPoolId) -> Result<()> {
-        lock(&self.device(device)?.pools).record_use_anywhere(pool)
-    }
-
-    fn create(&self, device: DeviceId, id: MemPoolId, options: PoolOptions) -> Result<MemPoolId> {
-        lock(&self.device(device)?.pools).add(id, options);
-        Ok(id)
+impl PagedDevice {
+    /// Returns the free segments of a pool in use to its upstream, unless captures allocated from it.
+    fn release_free_segments(&self, pool: MemPoolId, details: &EntryDetails) -> Result<u64> {
+        PendingFrees::new(self, details).wait()?;
+        let (heaps, users) = {
+            let pools = lock(&self.pools);
+            if pools.is_fixed(pool) {
+                return Ok(0);
+            }
+            (pools.heaps(pool)?, pools.used_by(pool))
+        };
+        let mut released = 0;
+        for number in heaps {
+            let stream = self.heaps.get(number).lock().stream;
+            for kind in [SegmentKind::Small, SegmentKind::Large] {
+                let free = self.heaps.get(number).lock().free_segments(kind);
+                for range in free {
+                    let at = Location { heap: number, kind, range };
+                    released += segments::release_segment(self, at, (stream, &users), details)?;
+                }
+            }
+        }
+        self.drop_removed();
+        Ok(released)
     }
 }
 
-impl PrivatePools for PagedAllocator {
-    fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
-        self.create(device, self.pool_ids.next_user(), options)
+impl PoolOwner for PagedAllocator {
+    type Memory = PoolHeaps;
+
+    fn shared(&self) -> &AllocatorCore {
+        &self.shared
     }
 
-    fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId> {
-        self.create(device, self.pool_ids.next_graph(), PoolOptions::default())
+    fn device_core(&self, device: DeviceId) -> Result<&DeviceCore> {
+        self.device(device).map(|device| &**device)
     }
 
-    fn retain_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
-        lock(&self.device(device)?.pools).retain(pool, user)
+    fn with_pools<R>(&self, device: DeviceId, step: impl FnOnce(&mut Pools) -> R) -> Result<R> {
+        Ok(step(&mut lock(&self.device(device)?.pools)))
     }
 
-    fn release_pool_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
-        let removed = lock(&self.device(device)?.pools).release(pool, user)?;
+    fn add_pool(&self, device: DeviceId, id: MemPoolId, options: PoolOptions) -> Result<()> {
+        self.with_pools(device, |pools| pools.add(id, options, PoolHeaps::default()))
+    }
+
+    fn end_use(&self, device: DeviceId, id: MemPoolId, user: PoolUser) -> Result<()> {
+        let removed = self.with_pools(device, |pools| pools.end_use(id, user))??;
         drop_user_value(removed);
         Ok(())
     }
 
-    fn pool_uses(&self, device: DeviceId, pool: MemPoolId) -> Result<u32> {
-        lock(&self.device(device)?.pools).uses(pool)
-    }
-
-    fn set_use_on_oom(&self, device: DeviceId, pool: MemPoolId, on: bool) -> Result<()> {
-        lock(&self.device(device)?.pools).set_use_on_oom(pool, on)
-    }
-
-    fn begin_routing_as(&self, device: DeviceId, pool: MemPoolId, route: Route, user: PoolUser) -> Result<()> {
-        let scopes = &self.device(device)?.scopes;
-        self.retain_pool_as(device, pool, PoolUser::HANDLE)?;
-        let opened = scopes.begin(pool, route, user);
-        if opened.is_err() {
-            self.release_pool_as(device, pool, PoolUser::HANDLE)?;
-        }
-        opened
-    }
-
-    fn reroute_as(&self, device: DeviceId, pool: MemPoolId, routes: &[Route], user: PoolUser) -> Result<()> {
-        self.device(device)?.scopes.reroute(pool, routes, user)
-    }
-
-    fn end_routing_as(&self, device: DeviceId, pool: MemPoolId, user: PoolUser) -> Result<()> {
-        self.device(device)?.scopes.end(pool, user)?;
-        self.release_pool_as(device, pool, PoolUser::HANDLE)
-    }
-
-    fn capture_began(&self, device: DeviceId) -> Result<()> {
+    fn process_pending(&self, device: DeviceId) -> Result<()> {
         let device = self.device(device)?;
-        self.shared.captures.begin(|| {
-            let outcome = PendingFrees::new(device, &device.entry_details(StackLevel::State)).process();
-            device.report();
-            outcome
-        })
+        let outcome = PendingFrees::new(device, &device.entry_details(StackLevel::State)).process();
+        device.report();
+        outcome
     }
 
-    fn capture_ended(&self, device: DeviceId) -> Result<()> {
-        self.device(device)?;
-        self.shared.captures.end(device)
-    }
-
-    fn record_pool_uses(&self, device: DeviceId, pool: MemPoolId, streams: &[StreamId]) -> Result<()> {
-        lock(&self.device(device)?.pools).record_uses(pool, streams)
-    }
-
-    fn sleep(&self) -> Option<&dyn PoolSleep> {
-        Some(self)
-    }
-
-    fn has_exactly(&self, device: DeviceId, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {
+    fn allocated_in(&self, device: DeviceId, id: MemPoolId) -> Result<Vec<DevicePtr>> {
         let device = self.device(device)?;
-        let heaps = lock(&device.pools).heaps(pool)?;
+        let heaps = lock(&device.pools).heaps(id)?;
         let mut found = Vec::new();
         for number in heaps {
             let heap = device.heaps.get(number).lock();
-            for kind in [SegmentKind::Small, SegmentKind::Large] {
-                let blocks = heap.ranges(kind).flatten();
-                let allocated = blocks.filter(|(_, block)| block.state() == State::Allocated);
-                found.extend(allocated.map(|(_, block)| DevicePtr(block.addr())));
-            }
+            let allocated = heap.all_blocks().filter(|(_, block)| block.state() == State::Allocated);
+            found.extend(allocated.map(|(_, block)| DevicePtr(block.addr())));
         }
-        let mut expected = live.to_vec();
-        expected.sort_unstable();
-        found.sort_unstable();
-        Ok(found == expected)
+        Ok(found)
+    }
+
+    fn sleeper(&self) -> Option<&dyn PoolSleep> {
+        Some(self)
+    }
+}
+
+impl SleepingPoolOwner for PagedAllocator {
+    fn release_segments(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
+        let device = self.device(device)?;
+        let details = device.timed_details(StackLevel::All);
+        let released = device.release_free_segments(pool, &details);
+        device.report();
+        released
+    }
+
+    fn put_asleep(
+        &self,
+        device: DeviceId,
+        pool: MemPoolId,
+        asleep: Option<Asleep>,
+        within_limit: bool,
+    ) -> Result<bool> {
+        let device = self.device(device)?;
+        let limit = device.limit().filter(|_| within_limit);
+        let (mut table, mut pools) = (lock(&device.pages), lock(&device.pools));
+        let more = asleep.as_ref().map_or(0, |asleep| pools.sleeping.bytes_more(pool, asleep));
+        if more > 0 && limit.is_some_and(|limit| table.bytes_limited().saturating_add(more) > limit) {
+            return Ok(false);
+        }
+        pools.sleeping.set(pool, asleep);
+        table.bytes_asleep = pools.sleeping.bytes();
+        Ok(true)
     }
 }

@@ -25,7 +25,7 @@ pub(super) fn poll_released(device: &PagedDevice, table: &mut PageTable, details
     if !lock(&device.pools).has_released() {
         return Ok(());
     }
-    let released = lock(&device.pools).released();
+    let released = lock(&device.pools).released_heaps();
     for (pool, heaps) in released {
         if heaps.iter().any(|&heap| !device.heaps.get(heap).lock().is_idle()) {
             continue;
@@ -59,7 +59,8 @@ pub(super) fn wait_for_unknown_users(device: &PagedDevice) -> Result<()> {
     // Work that begins after this cannot use them: they were released before.
     if let Some(_held_off) = device.instance().hold_off_captures() {
         device.driver().device_synchronize(device.id)?;
-        lock(&device.pools).clear_use_anywhere(&pools);
+        let mut table = lock(&device.pools);
+        pools.into_iter().for_each(|pool| table.clear_use_anywhere(pool));
     }
     Ok(())
 }
@@ -165,22 +166,9 @@ fn take_free(
     taken
 }
 
-/// Whether a free page of several slots is left.
-pub(super) fn has_large_pages(device: &PagedDevice) -> bool {
-    let table = lock(&device.pages);
-    let is_large = |page: PageId| table.page(page).slots > 1;
-    table.spare_pages().any(is_large)
-        || device.heaps.iter().any(|(_, cell)| {
-            let mut heap = cell.lock();
-            heap.merge_recent();
-            let mut blocks = heap.blocks_with_pages(table.slot_bytes).into_iter();
-            blocks.any(|block| table.pages_in(&heap, block.id).any(|(_, page)| is_large(page)))
-        })
-}
-
 /// What was waited for, and whether a capture forbade it.
 #[derive(Default)]
-struct Waited {
+pub(super) struct Waited {
     heaps: BTreeMap<u32, bool>,
     streams: BTreeMap<StreamId, bool>,
     bystanders: bool,
@@ -244,6 +232,7 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
     let mut outcome = Ok(());
     if pool.is_default() {
         // Those that belong nowhere first: nobody can use them without a driver call.
+        outcome = outcome.and(release_leaving(device, table, details));
         for page in table.spare_pages().collect::<Vec<_>>() {
             if excess(table) == 0 {
                 break;
@@ -271,6 +260,19 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
     table.forget_takes();
     outcome?;
     Ok(before.saturating_sub(table.reserved_all().current))
+}
+
+/// Waits for all work that may use the pages that are to leave, and returns them to the driver.
+pub(super) fn release_leaving(device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
+    let (mut waited, mut outcome) = (Waited::default(), Ok(()));
+    for page in std::mem::take(&mut table.leaving) {
+        let released = release_page(device, table, page, &mut waited, details);
+        if !matches!(released, Ok(true)) {
+            table.leaving.push(page);
+        }
+        outcome = outcome.and(released.map(drop));
+    }
+    outcome
 }
 
 /// Unmaps and releases free pages of a heap, up to `most` bytes, once its stream and other `users` have passed.
@@ -342,7 +344,7 @@ fn put_back(
 }
 
 /// Unmaps a page everywhere and releases it. `false` if a capture forbids to wait for a stream that may use it.
-fn release_page(
+pub(super) fn release_page(
     device: &PagedDevice,
     table: &mut PageTable,
     page: PageId,

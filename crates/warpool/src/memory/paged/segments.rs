@@ -5,22 +5,19 @@
 //! source as a whole, when its pool is released and memory is trimmed or needed. Sources are called without any lock: a
 //! segment that is being freed is in no list, and is put back if that fails or panics.
 
-use warpool_driver::{DevicePtr, ErrorCode, StreamId};
+use warpool_driver::{DevicePtr, StreamId};
 
 use super::address_space::Location;
 use super::device::PagedDevice;
 use super::heap::{kind_of, rounded};
 use super::pending::PendingFrees;
-use super::pools::{SegmentSource, Takeable};
-use crate::capture::RelaxedMode;
+use super::pools::Takeable;
 use crate::memory::report::EntryDetails;
+use crate::memory::segment_source::OrOom;
 use crate::memory::stream_fence;
 use crate::memory::{Action, Allocation, MemPoolId, OomCause, Request, SegmentKind, SizeRules};
 use crate::unwind::OnUnwind;
 use crate::{Error, Result, lock};
-
-/// Out of memory is an answer, not an error of the call.
-type OrOom<T> = std::result::Result<T, OomCause>;
 
 /// Allocates a segment for a request, and from it the block. Returns the number of the block.
 pub(super) fn allocate(
@@ -42,7 +39,7 @@ pub(super) fn allocate(
     let ptr = {
         let end = || lock(&device.pages).end_call(bytes);
         let unwinds = OnUnwind::new(end);
-        let ptr = get(device, &source, bytes, request.stream);
+        let ptr = source.allocate(device, bytes, request.stream);
         unwinds.disarm();
         end();
         match ptr? {
@@ -50,6 +47,9 @@ pub(super) fn allocate(
             Err(why) => return Ok(Err(why)),
         }
     };
+    if source.is_untrusted() {
+        device.space.check_untrusted(ptr, bytes)?;
+    }
     let location = |range| Location { heap: number, kind, range };
     let added = {
         let mut table = lock(&device.pages);
@@ -71,45 +71,8 @@ pub(super) fn allocate(
         Some(allocation) => Ok(Ok(allocation)),
         None => {
             // The pool was removed meanwhile.
-            put(device, &source, ptr, bytes, request.stream)?;
+            source.free(device, ptr, bytes, request.stream)?;
             Err(Error::PoolReleased { pool })
-        }
-    }
-}
-
-/// Memory from the source.
-fn get(device: &PagedDevice, source: &SegmentSource, bytes: u64, stream: StreamId) -> Result<OrOom<DevicePtr>> {
-    match source {
-        SegmentSource::Driver => {
-            let _safe = device.capture_safe()?;
-            match device.driver().mem_alloc(device.id, bytes) {
-                Ok(ptr) => Ok(Ok(ptr)),
-                Err(error) if error.code == ErrorCode::OutOfMemory => Ok(Err(OomCause::Device)),
-                Err(error) => Err(error.into()),
-            }
-        }
-        SegmentSource::Upstream(upstream) => {
-            let allocated = {
-                let _relaxed = RelaxedMode::begin(device.driver())?;
-                upstream.allocate(device.id, bytes, stream)?
-            };
-            let Some(ptr) = allocated else { return Ok(Err(OomCause::External)) };
-            device.space.check_untrusted(ptr, bytes)?;
-            Ok(Ok(ptr))
-        }
-    }
-}
-
-/// Memory back to the source.
-fn put(device: &PagedDevice, source: &SegmentSource, ptr: DevicePtr, bytes: u64, stream: StreamId) -> Result<()> {
-    match source {
-        SegmentSource::Driver => {
-            let _safe = device.capture_safe()?;
-            Ok(device.driver().mem_free(ptr)?)
-        }
-        SegmentSource::Upstream(upstream) => {
-            let _relaxed = RelaxedMode::begin(device.driver())?;
-            upstream.free(ptr, bytes, device.id, stream)
         }
     }
 }
@@ -164,7 +127,7 @@ pub(super) fn release_segment(
     let unwinds = OnUnwind::new(put_back);
     let source = lock(&device.pages).segment_source(on_device);
     let outcome = wait_for(device, users, details).and_then(|waited| {
-        if waited { put(device, &source, DevicePtr(base), bytes, stream).map(|()| true) } else { Ok(false) }
+        if waited { source.free(device, DevicePtr(base), bytes, stream).map(|()| true) } else { Ok(false) }
     });
     unwinds.disarm();
     if !matches!(outcome, Ok(true)) {

@@ -21,7 +21,7 @@ pub(super) fn report(
     let limit = device.limit();
     let mut report = Shortage { request, why, bytes_segment, memory, limit, stats, capturing }.report();
     let table = lock(&device.pages);
-    let spare: u64 = table.spare_pages().map(|page| table.page_bytes(page)).sum();
+    let spare: u64 = table.homeless_pages().map(|page| table.page_bytes(page)).sum();
     let mut pages = PageShortage { bytes_spare: spare, bytes_page: table.slot_bytes, ..PageShortage::default() };
     (report.blocks_cached, report.bytes_largest_cached) = (0, 0);
     for (_, cell) in device.heaps.iter() {

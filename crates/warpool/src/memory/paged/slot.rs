@@ -164,39 +164,6 @@ impl SlotState {
     }
 }
 
-/// In how many slots of each chunk of a range something is mapped. Chunks are smaller than most windows, and much fewer
-/// than slots.
-#[derive(Debug, Default)]
-pub(super) struct MappedByChunk {
-    counts: Vec<u8>,
-}
-
-impl MappedByChunk {
-    /// The slots of a chunk.
-    pub(super) const SLOTS: u32 = 16;
-
-    /// The chunk of a slot.
-    pub(super) fn chunk_of(index: u32) -> u32 {
-        index / Self::SLOTS
-    }
-
-    /// What is mapped in a slot changed.
-    pub(super) fn note(&mut self, index: u32, before: &SlotState, after: &SlotState) {
-        let chunk = Self::chunk_of(index) as usize;
-        if self.counts.len() <= chunk {
-            self.counts.resize(chunk + 1, 0);
-        }
-        let count = &mut self.counts[chunk];
-        *count = *count + u8::from(before.is_unmapped()) - u8::from(after.is_unmapped());
-    }
-
-    /// In how many slots of each chunk nothing is mapped; after the last chunk that was ever used, in all of them.
-    pub(super) fn unmapped(&self) -> impl Iterator<Item = u32> {
-        let unused = std::iter::repeat(Self::SLOTS);
-        self.counts.iter().map(|&mapped| Self::SLOTS - u32::from(mapped)).chain(unused)
-    }
-}
-
 /// The highest number of a take that the stream of a heap has passed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PassedTakes(pub(super) u64);

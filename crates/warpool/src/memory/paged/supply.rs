@@ -25,16 +25,19 @@ pub(super) struct Supply {
     pub(super) pages: Vec<Supplied>,
     /// Those of them that are new.
     pub(super) created: Vec<PageId>,
+    /// Free pages that are too large for the gaps and leave in exchange for those, and where they were taken from.
+    pub(super) exchanged: Vec<(PageId, Option<Slot>)>,
     pub(super) slots_needed: u32,
 }
 
 impl Supply {
     /// Begins anew, for these slots, which are sorted.
     pub(super) fn begin(&mut self, slots: impl Iterator<Item = Slot>) {
-        let Self { gaps, pages, created, slots_needed } = self;
+        let Self { gaps, pages, created, exchanged, slots_needed } = self;
         gaps.clear();
         pages.clear();
         created.clear();
+        exchanged.clear();
         *slots_needed = 0;
         for slot in slots {
             *slots_needed += 1;

@@ -23,9 +23,8 @@ pub(super) fn look_at_used(device: &PagedDevice, table: &mut PageTable) {
 
 fn look_at(table: &mut PageTable, number: u32, heap: &mut Heap) {
     heap.merge_recent();
-    let has_free_pages = heap.page_sized_bytes() > 0 && table.has_free_pages(heap);
     let free = FreeMemory {
-        page_sized_bytes: if has_free_pages { heap.page_sized_bytes() } else { 0 },
+        has_pages: table.has_free_pages(heap),
         bytes_in_parts: table.bytes_in_parts(heap),
         is_default: heap.pool.is_default(),
     };

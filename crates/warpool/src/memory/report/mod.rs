@@ -3,6 +3,7 @@
 mod entry;
 mod history;
 mod observers;
+mod page_stats;
 mod recorder;
 mod ring;
 mod snapshot;
@@ -13,6 +14,7 @@ pub use entry::{HistoryEntry, Stack};
 pub(crate) use history::StackIds;
 pub use history::{HistoryOptions, StackLevel};
 pub use observers::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker, TrimHook};
+pub use page_stats::{PageStats, PageTotals};
 pub(crate) use recorder::{EntryDetails, HistoryFlags, HistoryRecorder, now_us};
 pub use snapshot::{
     Action, Annotation, BlockInfo, BlockState, Frame, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, StackId,

@@ -13,7 +13,7 @@ use super::history::History;
 use super::observers::ActionSet;
 use super::ring::{Extras, StoredEntry};
 use super::texts::{EntryTexts, entry_texts, has_entry_texts};
-use super::{Action, HistoryOptions, Observers, Stack, StackLevel};
+use super::{Action, HistoryOptions, Observers, Snapshot, Stack, StackIds, StackLevel};
 use crate::memory::MemPoolId;
 
 /// Whether a history is recorded, and from which level on with call stacks. Read before the lock is taken.
@@ -229,6 +229,21 @@ impl HistoryRecorder {
         if kept {
             self.history.write(entry);
         }
+    }
+
+    /// Adds the history to a snapshot, if it is wanted. Then records, for the next one, that a snapshot was taken, with
+    /// the bytes of active blocks.
+    pub(crate) fn add_to(
+        &mut self,
+        snapshot: &mut Snapshot,
+        stacks: &mut StackIds,
+        traces: bool,
+        active: u64,
+        details: &EntryDetails,
+    ) {
+        let trace = if traces { self.history.copy_to(snapshot, stacks) } else { Vec::new() };
+        snapshot.traces.push(trace);
+        self.record(Action::Snapshot, 0, active, 0, MemPoolId::DEFAULT, details);
     }
 
     /// The call stack for entries and segments. At lower levels only blocks have one.

@@ -7,7 +7,12 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
+use warpool_driver::DeviceId;
+
 use crate::memory::MemPoolId;
+
+/// The number of the host in snapshots.
+const HOST: i32 = -1;
 
 /// The state of allocators at one moment, with their history.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -57,6 +62,39 @@ pub struct SegmentInfo {
     pub stack: Option<StackId>,
     /// Its blocks, by address, without gaps.
     pub blocks: Vec<BlockInfo>,
+}
+
+impl SegmentInfo {
+    /// A segment without blocks, of the default stream and pool.
+    pub(crate) fn empty(device: DeviceId, address: u64, kind: SegmentKind) -> Self {
+        Self {
+            device: i32::try_from(device.0).unwrap_or(HOST),
+            address,
+            total_size: 0,
+            allocated_size: 0,
+            active_size: 0,
+            requested_size: 0,
+            stream: 0,
+            kind,
+            pool: MemPoolId::DEFAULT,
+            is_expandable: false,
+            stack: None,
+            blocks: Vec::new(),
+        }
+    }
+
+    /// Adds a block after the others.
+    pub(crate) fn push(&mut self, block: BlockInfo) {
+        self.total_size += block.size;
+        if block.state == BlockState::ActiveAllocated {
+            self.allocated_size += block.size;
+        }
+        if block.state != BlockState::Inactive {
+            self.active_size += block.size;
+            self.requested_size += block.requested_size;
+        }
+        self.blocks.push(block);
+    }
 }
 
 /// The requests that a segment serves.

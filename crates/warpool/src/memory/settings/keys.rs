@@ -30,7 +30,6 @@ pub(super) enum Key {
     PinnedDeviceCap,
     FreeBlockOrder,
     MemoryCap,
-    PagedSlack,
 }
 
 /// The properties of a key.
@@ -63,10 +62,6 @@ const fn native(info: KeyInfo) -> KeyInfo {
     KeyInfo { backends: &[Backend::Native], ..info }
 }
 
-const fn paged(info: KeyInfo) -> KeyInfo {
-    KeyInfo { backends: &[Backend::Paged], ..info }
-}
-
 const fn resets(info: KeyInfo) -> KeyInfo {
     KeyInfo { resets: true, ..info }
 }
@@ -82,7 +77,7 @@ const fn alias(info: KeyInfo, alias: &'static str) -> KeyInfo {
 const BOOLEAN: &str = "True or False";
 
 /// All keys, in the order of the enum.
-pub(super) static KEYS: [KeyInfo; 25] = [
+pub(super) static KEYS: [KeyInfo; 24] = [
     key(
         Key::Backend,
         "backend",
@@ -258,13 +253,6 @@ pub(super) static KEYS: [KeyInfo; 25] = [
         "an integer, at least 2",
         "how much of each device may be reserved; Warpool's own key",
     ),
-    paged(key(
-        Key::PagedSlack,
-        "paged_slack",
-        "a number from 0 to 100",
-        "percent of peak live memory that may be reserved beyond it before pages are taken from free memory elsewhere; \
-         Warpool's own key",
-    )),
 ];
 
 impl Key {
@@ -323,7 +311,6 @@ impl Key {
             Self::PinnedDeviceCap => pinned.device_cap_bytes.map(mib),
             Self::FreeBlockOrder => Some(settings.free_block_order.name().into()),
             Self::MemoryCap => settings.memory_cap_bytes.map(mib),
-            Self::PagedSlack => Some(settings.paged_slack.to_string()),
         }
     }
 }

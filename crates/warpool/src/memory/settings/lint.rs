@@ -285,7 +285,7 @@ mod tests {
             "expandable_segments:True,expandable_segments_reserve:1.125",
             "pinned_cap_mb:8,pinned_device_cap_mb:8,pinned_reserve_segment_size_mb:8",
             "backend:expandable,large_segment_size_mb:12",
-            "backend:paged,paged_slack:0.5,per_process_memory_fraction:0.5,memory_cap_mb:100",
+            "backend:paged,per_process_memory_fraction:0.5,memory_cap_mb:100",
         ];
         for string in quiet {
             assert!(lint(string).is_clean(), "settings {string:?}");
@@ -341,11 +341,6 @@ at byte 32: `expandable_segments_reserve_by_class`: no effect; add `expandable_s
                 "at byte 0: `expandable_segments`: {paged}\nat byte 39: `max_split_size_mb`: {paged}\nat byte 61: \
                  `free_block_order`: {paged}"
             ),
-        );
-        check_warnings("paged_slack:1", "at byte 0: `paged_slack`: no effect; add `backend:paged`, or remove it");
-        check_warnings(
-            "backend:cudaMallocAsync,paged_slack:1",
-            "at byte 24: `paged_slack`: no effect: the backend cudaMallocAsync has no such setting; remove it",
         );
         check_warnings(
             "release_lock_on_hipmalloc:True",
@@ -426,8 +421,7 @@ pinned_free_catch_all                 default  False
 pinned_cap_mb                         default  unlimited
 pinned_device_cap_mb                  default  unlimited
 free_block_order                      default  registration
-memory_cap_mb                         kept     64
-paged_slack                           default  0";
+memory_cap_mb                         kept     64";
         assert_eq!(found.to_string(), expected);
 
         let refused = before.lint_update("expandable_segments:on");

@@ -80,8 +80,6 @@ const GIB: u64 = 1 << 30;
 /// - `free_block_order` (registration or address): which of two free blocks of one size is used first; Warpool's own
 ///   key.
 /// - `memory_cap_mb` (an integer, at least 2): how much of each device may be reserved; Warpool's own key.
-/// - `paged_slack` (a number from 0 to 100): percent of peak live memory that may be reserved beyond it before pages
-///   are taken from free memory elsewhere; Warpool's own key.
 ///
 /// `release_lock_on_hipmalloc` and `pinned_use_hip_host_register` are accepted as aliases.
 ///
@@ -128,9 +126,6 @@ pub struct Settings {
     pub free_block_order: FreeBlockOrder,
     /// How many bytes of each device may be reserved, in addition to the limit by the fraction.
     pub memory_cap_bytes: Option<u64>,
-    /// Percent of peak live memory that the paged allocator may reserve beyond it, before it takes pages from free
-    /// memory elsewhere; 0 is the tightest.
-    pub paged_slack: f64,
 }
 
 /// The settings of pinned host memory.
@@ -237,7 +232,6 @@ impl Default for Settings {
             pinned: PinnedSettings::default(),
             free_block_order: FreeBlockOrder::default(),
             memory_cap_bytes: None,
-            paged_slack: 0.0,
         }
     }
 }

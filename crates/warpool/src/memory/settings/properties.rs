@@ -102,7 +102,6 @@ fn entry(key: Key) -> BoxedStrategy<String> {
         | Key::PinnedCap
         | Key::PinnedDeviceCap
         | Key::MemoryCap => (2..u64::MAX >> 22).prop_map(|mib| mib.to_string()).boxed(),
-        Key::PagedSlack => (0.0..=100.0_f64).prop_map(|percent| percent.to_string()).boxed(),
         Key::FreeBlockOrder => prop::sample::select(vec!["registration", "address"]).prop_map(String::from).boxed(),
         _ => any::<bool>().prop_map(|value| if value { "True" } else { "False" }.to_owned()).boxed(),
     };

@@ -152,6 +152,9 @@ fn unknown(name: &str) -> String {
     if name == "expandable_segments_handle_type" {
         return "unknown key: PyTorch's messages mention it, but PyTorch does not read it; remove it".into();
     }
+    if name == "paged_slack" {
+        return "no longer a key: it reserved more and saved no time; remove it".into();
+    }
     if name.contains(['=', ';']) {
         return "unknown key; write `key:value`, with commas between entries".into();
     }

@@ -65,9 +65,6 @@ pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<
         }
         // With less than the smallest segment nothing could be allocated.
         Key::MemoryCap => settings.memory_cap_bytes = Some(size_from(key, value, 2 * MIB)?),
-        Key::PagedSlack => {
-            settings.paged_slack = number_in(key, value, |percent| (0.0..=100.0).contains(&percent))?;
-        }
     }
     Ok(remarks)
 }

@@ -4,7 +4,8 @@ use warpool_driver::{DeviceId, StreamId};
 
 use super::queues::{Fence, StreamFences};
 use super::uses::StreamUses;
-use crate::capture::CaptureStatus;
+use crate::capture::{CaptureStatus, RelaxedMode};
+use crate::memory::core::DeviceCore;
 use crate::{Instance, Result};
 
 /// The interface between one device of an allocator and its fences.
@@ -14,15 +15,23 @@ pub(crate) trait FenceOwner {
 
     fn instance(&self) -> &Instance;
 
-    /// Whether captures are active. They forbid waiting for a device.
-    fn has_captures(&self) -> bool {
-        self.instance().has_captures()
+    /// The device, if the allocator is told about every capture. Then no driver call is made for captures while none is
+    /// active.
+    fn device(&self) -> Option<&DeviceCore> {
+        None
     }
 
-    /// The capture status of a stream. An owner that is told about every capture can skip the driver call while none is
-    /// active.
+    /// Whether captures are active. They forbid waiting for a device.
+    fn has_captures(&self) -> bool {
+        self.device().map_or_else(|| self.instance().has_captures(), DeviceCore::has_captures)
+    }
+
+    /// The capture status of a stream.
     fn capture_status(&self, stream: StreamId) -> Result<CaptureStatus> {
-        CaptureStatus::of(&**self.instance().driver(), stream)
+        match self.device() {
+            Some(device) => device.capture_status(stream),
+            None => CaptureStatus::of(&**self.instance().driver(), stream),
+        }
     }
 
     /// The device of a stream, if it is known without a driver call.
@@ -32,7 +41,12 @@ pub(crate) trait FenceOwner {
     }
 
     /// While the result is held, queries and waits of the calling thread invalidate no capture of another stream.
-    fn capture_guard(&self) -> Result<impl Sized>;
+    fn capture_guard(&self) -> Result<impl Sized> {
+        Ok(match self.device() {
+            Some(device) => (Some(device.capture_safe()?), None),
+            None => (None, Some(RelaxedMode::begin(&**self.instance().driver())?)),
+        })
+    }
 
     /// The stream that a block belongs to, if [`poll_of`](super::poll_of) is to find it.
     fn stream_of(&self, key: &Self::Key) -> Option<StreamId> {
@@ -47,7 +61,12 @@ pub(crate) trait FenceOwner {
     fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<Self::Key>) -> R) -> R;
 
     /// A fence has passed: pops it, and reclaims its block if that has none left.
-    fn complete(&self, passed: &Fence);
+    fn complete(&self, passed: &Fence) {
+        if let Some(key) = self.with_fences(|fences| fences.pop(passed)) {
+            self.with_uses(&key, StreamUses::fence_passed);
+            self.reclaim_if_clear(key);
+        }
+    }
 
     /// Reclaims a block if it is freed and no stream may still use it.
     fn reclaim_if_clear(&self, key: Self::Key);

@@ -9,8 +9,7 @@ use warpool_driver::{Call, CaptureMode, Captures as _, Copies as _, DeviceId, Er
 use warpool_driver::{Pattern, StreamId, StreamOptions, Streams as _};
 
 use super::*;
-use crate::capture::RelaxedMode;
-use crate::{Instance, Result};
+use crate::Instance;
 
 /// Blocks by number, and the order in which they were reclaimed.
 struct Owner {
@@ -29,24 +28,12 @@ impl FenceOwner for Owner {
         &self.instance
     }
 
-    fn capture_guard(&self) -> Result<impl Sized> {
-        RelaxedMode::begin(&**self.instance.driver())
-    }
-
     fn with_uses<R>(&self, key: &usize, act: impl FnOnce(&mut StreamUses) -> R) -> R {
         act(&mut self.uses.borrow_mut()[*key])
     }
 
     fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<usize>) -> R) -> R {
         act(&mut self.fences.borrow_mut())
-    }
-
-    fn complete(&self, passed: &Fence) {
-        let key = self.fences.borrow_mut().pop(passed);
-        if let Some(key) = key {
-            self.uses.borrow_mut()[key].fence_passed();
-            self.reclaim_if_clear(key);
-        }
     }
 
     fn reclaim_if_clear(&self, key: usize) {

@@ -4,11 +4,11 @@
 
 use std::mem::ManuallyDrop;
 
-use warpool_driver::{DevicePtr, MemoryInfo};
+use warpool_driver::DevicePtr;
 
 use super::source::Source;
 use super::table::{AllocationTable, TableEntry};
-use super::{DeviceState, UncachedAllocator};
+use super::{UncachedAllocator, UncachedDevice};
 use crate::capture::CaptureStatus;
 use crate::memory::report::EntryDetails;
 use crate::memory::shortage::Shortage;
@@ -20,26 +20,25 @@ use crate::{Error, Result};
 const TOO_LARGE: u64 = 1 << 60;
 
 /// Bytes that count against the limit while a request is in flight.
-struct Quota<'a, S: Source> {
-    allocator: &'a UncachedAllocator<S>,
-    state: &'a DeviceState,
+struct Quota<'a> {
+    state: &'a UncachedDevice,
     bytes: u64,
 }
 
-impl<S: Source> Quota<'_, S> {
+impl Quota<'_> {
     /// Releases the quota in the same step in which the block is added.
     fn end_with<R>(self, step: impl FnOnce(&mut AllocationTable) -> R) -> R {
-        let Self { allocator, state, bytes } = *ManuallyDrop::new(self);
-        allocator.with(state, |table| {
+        let Self { state, bytes } = *ManuallyDrop::new(self);
+        state.with(|table| {
             table.release_quota(bytes);
             step(table)
         })
     }
 }
 
-impl<S: Source> Drop for Quota<'_, S> {
+impl Drop for Quota<'_> {
     fn drop(&mut self) {
-        self.allocator.with(self.state, |table| table.release_quota(self.bytes));
+        self.state.with(|table| table.release_quota(self.bytes));
     }
 }
 
@@ -47,17 +46,17 @@ impl<S: Source> UncachedAllocator<S> {
     pub(super) fn allocate(&self, request: Request) -> Result<Allocation> {
         let state = self.state(request.device)?;
         let outcome = self.allocate_unreported(state, request);
-        if !state.ledger.has_untracked() {
+        if !state.has_untracked() {
             return outcome;
         }
         let allocated = outcome.as_ref().ok().copied();
         let unwinds = OnUnwind::new(|| allocated.into_iter().for_each(|allocation| self.abandon(state, allocation)));
-        self.report(state);
+        state.report();
         unwinds.disarm();
         outcome
     }
 
-    fn allocate_unreported(&self, state: &DeviceState, request: Request) -> Result<Allocation> {
+    fn allocate_unreported(&self, state: &UncachedDevice, request: Request) -> Result<Allocation> {
         let Request { device, stream, bytes, pool } = request;
         if !S::PRIVATE_POOLS && pool.is_some_and(|pool| !pool.is_default()) {
             return Err(self.no_private_pools());
@@ -69,8 +68,8 @@ impl<S: Source> UncachedAllocator<S> {
             return Err(Error::RequestTooLarge { bytes });
         }
         self.deliver_pool_events(state, false);
-        let slot = state.pools.reserve_slot(pool, stream, self.driver())?;
-        let details = self.entry_details(state, StackLevel::State);
+        let slot = state.pools.reserve_slot(pool, || state.routed(stream))?;
+        let details = state.timed_details(StackLevel::State);
         self.process_pending(state, &details);
         let status = if S::STREAM_ORDERED {
             CaptureStatus::of_unblocked(self.driver(), stream)?
@@ -78,7 +77,7 @@ impl<S: Source> UncachedAllocator<S> {
             CaptureStatus::of_existing(self.driver(), stream)?
         };
         let capturing = status.refuses_work();
-        let (raw_stream, owner) = state.ledger.raw_stream(stream, self.driver())?;
+        let (raw_stream, owner) = state.raw_stream(stream)?;
         // The driver's pools serve streams of any device.
         if owner != device && !S::STREAM_ORDERED {
             return Err(Error::StreamDevice { device, stream, owner });
@@ -112,26 +111,26 @@ impl<S: Source> UncachedAllocator<S> {
     /// Counts `bytes` against the limit. If that is exceeded: calls the pressure callbacks, then waits for freed
     /// blocks.
     fn reserve_quota<'a>(
-        &'a self,
-        state: &'a DeviceState,
+        &self,
+        state: &'a UncachedDevice,
         bytes: u64,
         capturing: bool,
         details: &EntryDetails,
-    ) -> Result<Option<Quota<'a, S>>> {
-        let limit = state.ledger.limit(self.settings.memory_cap_bytes);
+    ) -> Result<Option<Quota<'a>>> {
+        let limit = state.limit();
         let reserve = || {
-            let reserved = self.with(state, |table| table.reserve_quota(bytes, limit));
-            reserved.then(|| Quota { allocator: self, state, bytes })
+            let reserved = state.with(|table| table.reserve_quota(bytes, limit));
+            reserved.then(|| Quota { state, bytes })
         };
         if let Some(quota) = reserve() {
             return Ok(Some(quota));
         }
-        if self.observers.run_pressure_callbacks(state.ledger.device())
+        if self.shared.observers.run_pressure_callbacks(state.id)
             && let Some(quota) = reserve()
         {
             return Ok(Some(quota));
         }
-        if !capturing && state.ledger.has_pending() {
+        if !capturing && state.has_pending() {
             self.wait_for_pending(state, details)?;
             return Ok(reserve());
         }
@@ -143,28 +142,28 @@ impl<S: Source> UncachedAllocator<S> {
     /// returns its status at the allocation.
     fn fetch(
         &self,
-        state: &DeviceState,
+        state: &UncachedDevice,
         bytes: u64,
         stream: RawStream,
         status: CaptureStatus,
         details: &EntryDetails,
     ) -> Result<Option<(DevicePtr, CaptureStatus)>> {
-        let (device, capturing) = (state.ledger.device(), status.refuses_work());
+        let (device, capturing) = (state.id, status.refuses_work());
         let allocate = || {
             // In a capture a stream-ordered allocation is a node of the graph.
             let _frozen = self.freeze_captures()?;
-            let asks_again = S::STREAM_ORDERED && (capturing || self.has_captures());
+            let asks_again = S::STREAM_ORDERED && (capturing || self.shared.has_captures());
             let status = if asks_again { CaptureStatus::of_unblocked(self.driver(), stream.id)? } else { status };
             Result::Ok(self.source.allocate(device, bytes, stream)?.map(|ptr| (ptr, status)))
         };
         if let Some(allocated) = allocate()? {
             return Ok(Some(allocated));
         }
-        self.observers.run_pressure_callbacks(device);
+        self.shared.observers.run_pressure_callbacks(device);
         if !capturing {
             self.wait_for_pending(state, details)?;
-            self.source.trim(device, self.has_captures())?;
-            self.with(state, AllocationTable::count_retry);
+            self.source.trim(device, self.shared.has_captures())?;
+            state.with(|table| table.stats.num_alloc_retries += 1);
         }
         let retried = allocate()?;
         if retried.is_none() && !capturing {
@@ -176,26 +175,24 @@ impl<S: Source> UncachedAllocator<S> {
     /// Counts a failure, calls the observers, and builds the error.
     fn out_of_memory(
         &self,
-        state: &DeviceState,
+        state: &UncachedDevice,
         request: &Request,
         pool: MemPoolId,
         why: OomCause,
         capturing: bool,
         details: &EntryDetails,
     ) -> Error {
-        let (device, bytes_segment) = (state.ledger.device(), request.bytes.next_multiple_of(S::GRANULARITY));
+        let (device, bytes_segment) = (state.id, request.bytes.next_multiple_of(S::GRANULARITY));
         // A failure of these calls must not hide the out-of-memory error.
-        let unknown = MemoryInfo { bytes_free: 0, bytes_total: state.ledger.bytes_total() };
-        let memory = self.driver().mem_info(device).unwrap_or(unknown);
+        let memory = state.memory_info();
         let reserved = self.source.reserved(device).unwrap_or_default();
-        let stream_raw = state.ledger.raw_stream(request.stream, self.driver()).map_or(0, |(stream, _)| stream.raw.0);
-        let stats = self.with(state, |table| {
+        let stream_raw = state.raw_stream(request.stream).map_or(0, |(stream, _)| stream.raw.0);
+        let stats = state.with(|table| {
             table.record_oom(memory.bytes_free, bytes_segment, stream_raw, pool, details);
             table.stats(reserved)
         });
-        let limit = state.ledger.limit(self.settings.memory_cap_bytes);
+        let limit = state.limit();
         let report = Shortage { request, why, bytes_segment, memory, limit, stats: &stats, capturing }.report();
-        self.observers.report_oom(&report);
-        Error::OutOfMemory(Box::new(report))
+        state.out_of_memory(report)
     }
 }

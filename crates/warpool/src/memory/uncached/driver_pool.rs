@@ -85,17 +85,6 @@ impl UncachedAllocator<DriverPool> {
         let devices = instance.devices().map(|_| PoolState::default()).collect();
         Self::over(instance, DriverPool { instance: instance.clone(), devices }, settings)
     }
-
-    /// Lets kernels on `device` access this allocator's memory on `owner`, present and future. Idempotent.
-    pub fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
-        self.state(device)?;
-        self.state(owner)?;
-        let pool = self.source().ready(owner)?;
-        if device == owner {
-            return Ok(());
-        }
-        Ok(self.driver().pool_set_access(pool.id, device, Access::ReadWrite)?)
-    }
 }
 
 impl DriverPool {
@@ -241,5 +230,13 @@ impl Source for DriverPool {
         let Some(pool) = self.state(device).ready.get() else { return Ok(()) };
         let _relaxed = self.relaxed()?;
         Ok(self.driver().pool_set(pool.id, PoolAttribute::ReservedHigh, 0)?)
+    }
+
+    fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+        let pool = self.ready(owner)?;
+        if device == owner {
+            return Ok(());
+        }
+        Ok(self.driver().pool_set_access(pool.id, device, Access::ReadWrite)?)
     }
 }

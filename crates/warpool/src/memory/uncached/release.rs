@@ -15,12 +15,12 @@ use rustc_hash::FxHashMap;
 use warpool_driver::{CaptureId, ErrorCode, RawHandle, StreamId};
 
 use super::source::Source;
-use super::table::{AllocationTable, TableEntry};
-use super::{DeviceState, UncachedAllocator};
+use super::table::TableEntry;
+use super::{UncachedAllocator, UncachedDevice};
 use crate::capture::{CaptureStatus, FrozenForCall, RelaxedMode};
 use crate::memory::RawStream;
 use crate::memory::report::EntryDetails;
-use crate::memory::stream_fence::{self, Fence, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
+use crate::memory::stream_fence::{self, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
 use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result, lock};
 
@@ -52,8 +52,13 @@ enum Decision {
 impl<S: Source> UncachedAllocator<S> {
     /// Releases a block that the calling thread has begun to release, or leaves it pending. A returned error is the
     /// source's, and the block is gone. After an error of the driver the block is pending.
-    pub(super) fn release_block(&self, state: &DeviceState, entry: &TableEntry, details: &EntryDetails) -> Result<()> {
-        let unwinds = OnUnwind::new(|| self.with(state, |table| table.interrupt_release(entry.serial)));
+    pub(super) fn release_block(
+        &self,
+        state: &UncachedDevice,
+        entry: &TableEntry,
+        details: &EntryDetails,
+    ) -> Result<()> {
+        let unwinds = OnUnwind::new(|| state.with(|table| table.interrupt_release(entry.serial)));
         let frozen = self.freeze_captures();
         unwinds.disarm();
         match frozen {
@@ -64,25 +69,25 @@ impl<S: Source> UncachedAllocator<S> {
 
     /// Releases every pending block that streams and captures allow. Examines a bounded number of those that are not
     /// ready, round robin.
-    pub(super) fn process_pending(&self, state: &DeviceState, details: &EntryDetails) {
-        if state.ledger.has_pending() {
+    pub(super) fn process_pending(&self, state: &UncachedDevice, details: &EntryDetails) {
+        if state.has_pending() {
             self.process(state, &mut Pass::over_all(false), details);
         }
     }
 
     /// Waits for streams and releases every pending block that captures allow; then waits for the source's frees.
-    pub(super) fn wait_for_pending(&self, state: &DeviceState, details: &EntryDetails) -> Result<()> {
-        let pending = state.ledger.has_pending();
+    pub(super) fn wait_for_pending(&self, state: &UncachedDevice, details: &EntryDetails) -> Result<()> {
+        let pending = state.has_pending();
         if pending {
             self.process(state, &mut Pass::over_all(true), details);
         }
-        if self.source.wait_for_frees(state.ledger.device())? || pending {
-            self.with(state, AllocationTable::count_synchronization);
+        if self.source.wait_for_frees(state.id)? || pending {
+            state.with(|table| table.stats.num_sync_all_streams += 1);
         }
         Ok(())
     }
 
-    fn process(&self, state: &DeviceState, pass: &mut Pass, details: &EntryDetails) {
+    fn process(&self, state: &UncachedDevice, pass: &mut Pass, details: &EntryDetails) {
         let owner = Fencing { allocator: self, state };
         let stay_max = if pass.waits { usize::MAX } else { PENDING_PER_CALL };
         let fence = |serial| stream_fence::fence(&owner, serial);
@@ -93,29 +98,29 @@ impl<S: Source> UncachedAllocator<S> {
             Ok(frozen) => frozen,
             Err(error) => return tracing::warn!(%error, "freed blocks could not be released; they are retried"),
         };
-        let (mut unseen, mut last) = self.with(state, |table| table.begin_pass(stay_max));
+        let (mut unseen, mut last) = state.with(|table| table.begin_pass(stay_max));
         let mut stay = 0;
         while unseen > 0 && stay < stay_max {
-            let next = self.with(state, |table| table.begin_next_release(last));
+            let next = state.with(|table| table.begin_next_release(last));
             let Some(entry) = next else { break };
             (unseen, last) = (unseen - 1, Some(entry.serial));
             if let Err(error) = self.release_in(state, &entry, pass, details) {
                 tracing::warn!(%error, ptr = %entry.ptr, "the external allocator failed to free a block");
             }
-            stay += usize::from(self.with(state, |table| table.is_idle(entry.serial)));
+            stay += usize::from(state.with(|table| table.is_idle(entry.serial)));
         }
     }
 
     fn release_in(
         &self,
-        state: &DeviceState,
+        state: &UncachedDevice,
         entry: &TableEntry,
         pass: &mut Pass,
         details: &EntryDetails,
     ) -> Result<()> {
         let stay_pending = |error| self.stay_pending(state, entry, error);
         // After a panic the block is pending, unless it was removed from the table.
-        let unwinds = OnUnwind::new(|| self.with(state, |table| table.interrupt_release(entry.serial)));
+        let unwinds = OnUnwind::new(|| state.with(|table| table.interrupt_release(entry.serial)));
         let decision = self.decide(state, entry, pass);
         unwinds.disarm();
         let (stream, _relaxed) = match decision {
@@ -127,14 +132,14 @@ impl<S: Source> UncachedAllocator<S> {
             Ok(Decision::NotYet) => return stay_pending(None),
             Err(error) => return stay_pending(Some(error)),
         };
-        let free = || self.source.free(entry.ptr, entry.bytes, state.ledger.device(), stream);
+        let free = || self.source.free(entry.ptr, entry.bytes, state.id, stream);
         if !S::STREAM_ORDERED {
             // Removed from the table first: after the call the address may be allocated again, and the state stays
             // consistent if the source panics.
             self.complete(state, entry, details);
             return free();
         }
-        let unwinds = OnUnwind::new(|| self.with(state, |table| table.interrupt_release(entry.serial)));
+        let unwinds = OnUnwind::new(|| state.with(|table| table.interrupt_release(entry.serial)));
         let freed = free();
         unwinds.disarm();
         match freed {
@@ -151,28 +156,28 @@ impl<S: Source> UncachedAllocator<S> {
         Ok(())
     }
 
-    fn stay_pending(&self, state: &DeviceState, entry: &TableEntry, error: Option<Error>) -> Result<()> {
+    fn stay_pending(&self, state: &UncachedDevice, entry: &TableEntry, error: Option<Error>) -> Result<()> {
         if let Some(error) = error {
             tracing::warn!(%error, ptr = %entry.ptr, "a freed block could not be released; it is retried");
         }
-        self.with(state, |table| table.end_release(entry.serial));
+        state.with(|table| table.end_release(entry.serial));
         Ok(())
     }
 
     /// If the source is stream-ordered, keeps the capture status of streams unchanged until the source is called.
     pub(super) fn freeze_captures(&self) -> Result<Option<FrozenForCall<'_>>> {
-        S::STREAM_ORDERED.then(|| self.instance.freeze_captures_for_call()).transpose()
+        S::STREAM_ORDERED.then(|| self.shared.instance.freeze_captures_for_call()).transpose()
     }
 
-    fn complete(&self, state: &DeviceState, entry: &TableEntry, details: &EntryDetails) {
-        self.with(state, |table| table.complete_free(entry.serial, details));
+    fn complete(&self, state: &UncachedDevice, entry: &TableEntry, details: &EntryDetails) {
+        state.with(|table| table.complete_free(entry.serial, details));
         state.pools.remove_block(entry.pool);
         if !entry.pool.is_default() {
             self.forget_removed_pools(state);
         }
     }
 
-    fn decide(&self, state: &DeviceState, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {
+    fn decide(&self, state: &UncachedDevice, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {
         if entry.capture.is_some() && state.pools.keep_for_graph(entry.pool, entry.serial) {
             return Ok(Decision::KeptForGraph);
         }
@@ -183,7 +188,7 @@ impl<S: Source> UncachedAllocator<S> {
         }
     }
 
-    fn decide_stream_ordered(&self, state: &DeviceState, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {
+    fn decide_stream_ordered(&self, state: &UncachedDevice, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {
         let own = self.status(entry.stream, pass)?;
         let others = other_streams(state, entry);
         let statuses = others.iter().map(|&stream| self.status(stream, pass)).collect::<Result<Vec<_>>>()?;
@@ -202,11 +207,11 @@ impl<S: Source> UncachedAllocator<S> {
         if others.is_empty() {
             return Ok(Decision::Release(own_stream(entry)));
         }
-        let joined = self.source.release_stream(state.ledger.device())?;
+        let joined = self.source.release_stream(state.id)?;
         for &stream in [entry.stream].iter().chain(&others) {
-            stream_fence::order_after(&self.instance, stream, joined)?;
+            stream_fence::order_after(&self.shared.instance, stream, joined)?;
         }
-        Ok(Decision::Release(state.ledger.raw_stream(joined, self.driver())?.0))
+        Ok(Decision::Release(state.raw_stream(joined)?.0))
     }
 
     /// In the capture that allocated the block the free is a node, after all uses. The block's own stream waits for the
@@ -223,7 +228,7 @@ impl<S: Source> UncachedAllocator<S> {
             return Ok(Decision::NotYet);
         }
         for &stream in others {
-            stream_fence::order_after(&self.instance, stream, entry.stream)?;
+            stream_fence::order_after(&self.shared.instance, stream, entry.stream)?;
         }
         Ok(Decision::Release(own_stream(entry)))
     }
@@ -231,10 +236,10 @@ impl<S: Source> UncachedAllocator<S> {
     /// The block's own stream may be destroyed once the free has returned. So a block that has to wait for other
     /// streams also waits for an event in its own stream, unless that stream lives as long as the instance, and is then
     /// freed in a stream of the allocator.
-    fn decide_fenced(&self, state: &DeviceState, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {
-        let is_kept = stream_fence::is_kept(&self.instance, entry.stream)?;
+    fn decide_fenced(&self, state: &UncachedDevice, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {
+        let is_kept = stream_fence::is_kept(&self.shared.instance, entry.stream)?;
         let owner = Fencing { allocator: self, state };
-        let is_fenced = self.with(state, |table| table.has_fences(entry.serial));
+        let is_fenced = state.with(|table| table.has_fences(entry.serial));
         if !is_fenced || is_kept {
             let own = self.status(entry.stream, pass)?;
             if own.refuses_work() {
@@ -249,7 +254,7 @@ impl<S: Source> UncachedAllocator<S> {
             }
             if !is_fenced {
                 streams.extend((!is_kept).then_some(entry.stream));
-                self.with(state, |table| table.begin_fences(entry.serial, streams));
+                state.with(|table| table.begin_fences(entry.serial, streams));
                 stream_fence::fence(&owner, entry.serial)?;
             }
         }
@@ -270,14 +275,14 @@ impl<S: Source> UncachedAllocator<S> {
     }
 
     /// A source must not get the handle of a stream that may be destroyed.
-    fn release_in_own(&self, state: &DeviceState) -> Result<Decision> {
-        let stream = self.source.release_stream(state.ledger.device())?;
-        Ok(Decision::Release(state.ledger.raw_stream(stream, self.driver())?.0))
+    fn release_in_own(&self, state: &UncachedDevice) -> Result<Decision> {
+        let stream = self.source.release_stream(state.id)?;
+        Ok(Decision::Release(state.raw_stream(stream)?.0))
     }
 
     /// Waits for the devices, unless a capture is active, which the wait would invalidate.
-    fn decide_after_devices(&self, state: &DeviceState, entry: &TableEntry, own: CaptureStatus) -> Result<Decision> {
-        if self.has_captures() || !stream_fence::wait_for_devices(&self.instance)? {
+    fn decide_after_devices(&self, state: &UncachedDevice, entry: &TableEntry, own: CaptureStatus) -> Result<Decision> {
+        if self.shared.has_captures() || !stream_fence::wait_for_devices(&self.shared.instance)? {
             return Ok(Decision::NotYet);
         }
         if own != CaptureStatus::StreamDestroyed {
@@ -302,8 +307,8 @@ fn own_stream(entry: &TableEntry) -> RawStream {
 }
 
 /// The streams other than its own that may use a block.
-fn other_streams(state: &DeviceState, entry: &TableEntry) -> Vec<StreamId> {
-    let mut others = state.pools.streams_of(entry.pool);
+fn other_streams(state: &UncachedDevice, entry: &TableEntry) -> Vec<StreamId> {
+    let mut others = state.pools.with(|table| table.used_by(entry.pool));
     others.extend(&entry.uses);
     others.retain(|&stream| stream != entry.stream);
     others.sort_unstable();
@@ -314,36 +319,26 @@ fn other_streams(state: &DeviceState, entry: &TableEntry) -> Vec<StreamId> {
 /// The fences of one device. A freed block is identified by its serial; `decide` reclaims it.
 struct Fencing<'a, S> {
     allocator: &'a UncachedAllocator<S>,
-    state: &'a DeviceState,
+    state: &'a UncachedDevice,
 }
 
 impl<S: Source> FenceOwner for Fencing<'_, S> {
     type Key = u64;
 
     fn instance(&self) -> &Instance {
-        &self.allocator.instance
+        &self.allocator.shared.instance
     }
 
     fn has_captures(&self) -> bool {
-        self.allocator.has_captures()
-    }
-
-    fn capture_guard(&self) -> Result<impl Sized> {
-        RelaxedMode::begin(self.allocator.driver())
+        self.allocator.shared.has_captures()
     }
 
     fn with_uses<R>(&self, serial: &u64, act: impl FnOnce(&mut StreamUses) -> R) -> R {
-        self.allocator.with(self.state, |table| act(table.stream_uses(*serial)))
+        self.state.with(|table| act(table.stream_uses(*serial)))
     }
 
     fn with_fences<R>(&self, act: impl FnOnce(&mut StreamFences<u64>) -> R) -> R {
         act(&mut lock(&self.state.fences))
-    }
-
-    fn complete(&self, passed: &Fence) {
-        if let Some(serial) = self.with_fences(|fences| fences.pop(passed)) {
-            self.with_uses(&serial, StreamUses::fence_passed);
-        }
     }
 
     fn reclaim_if_clear(&self, _: u64) {}

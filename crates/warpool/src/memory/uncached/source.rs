@@ -4,8 +4,8 @@
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::pools::PoolEvent;
-use crate::Result;
 use crate::memory::{Handled, OomCause, RawStream};
+use crate::{Error, Result};
 
 /// A source of device memory. It determines how a free is ordered after the work that uses the memory.
 pub trait Source: Send + Sync {
@@ -66,6 +66,12 @@ pub trait Source: Send + Sync {
     fn record_use(&self, ptr: DevicePtr, stream: RawStream) -> Result<Handled> {
         let _ = (ptr, stream);
         Ok(Handled::No)
+    }
+
+    /// Lets kernels on `device` access the source's memory on `owner`, present and future.
+    fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+        let _ = (device, owner);
+        Err(Error::Unsupported { allocator: Self::NAME, what: "peer access" })
     }
 
     /// Called when the memory fraction was set.

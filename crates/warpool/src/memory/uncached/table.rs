@@ -13,8 +13,7 @@ use crate::memory::report::StackIds;
 use crate::memory::report::{EntryDetails, HistoryRecorder};
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{
-    Action, Allocation, BlockInfo, BlockState, HistoryEntry, HistoryOptions, MemPoolId, SegmentInfo, SegmentKind,
-    Snapshot, Stack, StackLevel, Stats,
+    Action, Allocation, BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot, Stack, StackLevel, Stats,
 };
 use crate::{Error, Result};
 
@@ -80,8 +79,8 @@ pub(super) struct AllocationTable {
     captured_bytes: u64,
     /// Driver handles and devices of streams; a cache, cleared when full.
     stream_handles: FxHashMap<StreamId, (u64, DeviceId)>,
-    stats: Stats,
-    recorder: HistoryRecorder,
+    pub(super) stats: Stats,
+    pub(super) recorder: HistoryRecorder,
 }
 
 impl AllocationTable {
@@ -332,24 +331,9 @@ impl AllocationTable {
         }
     }
 
-    /// A pool was removed, with all its blocks.
-    pub(super) fn forget_pool(&mut self, pool: MemPoolId) {
-        self.stats.reserved_bytes_by_private_pools.remove(&pool);
-    }
-
-    /// The addresses of a pool's allocated blocks, ascending.
+    /// The addresses of a pool's allocated blocks.
     pub(super) fn live_in(&self, pool: MemPoolId) -> Vec<DevicePtr> {
-        let mut live: Vec<_> = self.live.values().filter(|entry| entry.pool == pool).map(|entry| entry.ptr).collect();
-        live.sort_unstable();
-        live
-    }
-
-    pub(super) fn count_retry(&mut self) {
-        self.stats.num_alloc_retries += 1;
-    }
-
-    pub(super) fn count_synchronization(&mut self) {
-        self.stats.num_sync_all_streams += 1;
+        self.live.values().filter(|entry| entry.pool == pool).map(|entry| entry.ptr).collect()
     }
 
     pub(super) fn record_oom(
@@ -362,14 +346,6 @@ impl AllocationTable {
     ) {
         self.stats.num_ooms += 1;
         self.recorder.record(Action::Oom, bytes_free, size, stream_raw, pool, details);
-    }
-
-    pub(super) fn reset_peak_stats(&mut self) {
-        self.stats.reset_peak();
-    }
-
-    pub(super) fn reset_accumulated_stats(&mut self) {
-        self.stats.reset_accumulated();
     }
 
     pub(super) fn active_bytes(&self) -> u64 {
@@ -410,21 +386,6 @@ impl AllocationTable {
         (reserved.current + self.captured_bytes).max(self.active_bytes())
     }
 
-    pub(super) fn set_history(&mut self, options: Option<HistoryOptions>) {
-        self.recorder.history.set(options);
-    }
-
-    /// Whether there are entries that trackers have not seen.
-    #[inline]
-    pub(super) fn has_untracked(&self) -> bool {
-        self.recorder.has_unreported()
-    }
-
-    /// The entries that trackers have not seen.
-    pub(super) fn take_untracked(&mut self) -> Vec<HistoryEntry> {
-        self.recorder.take_unreported()
-    }
-
     /// Adds the device's history, if wanted, and its segments to a snapshot: the blocks of `only` (of all pools if
     /// `None`) by address, and `unused` bytes, whose address is unknown, as one free segment at 0.
     pub(super) fn add_to(
@@ -435,12 +396,10 @@ impl AllocationTable {
         unused: u64,
         details: &EntryDetails,
     ) {
-        let trace = if traces { self.recorder.history.copy_to(snapshot, stacks) } else { Vec::new() };
-        snapshot.traces.push(trace);
+        let active = self.active_bytes();
+        self.recorder.add_to(snapshot, stacks, traces, active, details);
         let segments = self.segment_infos(only, unused, snapshot, stacks);
         snapshot.segments.extend(segments);
-        // This appears only in the next snapshot.
-        self.recorder.record(Action::Snapshot, 0, self.active_bytes(), 0, MemPoolId::DEFAULT, details);
     }
 
     fn segment_infos(
@@ -458,38 +417,24 @@ impl AllocationTable {
         let mut infos: Vec<SegmentInfo> = Vec::with_capacity(blocks.len() + 1);
         for (entry, state) in blocks {
             let stack = entry.stack.as_ref().map(|stack| stacks.id(snapshot, stack));
-            let mut info = self.segment_info(entry.ptr.0, entry.bytes, entry.kind(), state);
-            (info.stream, info.pool) = (entry.stream_raw, entry.pool);
-            info.allocated_size = if state == BlockState::ActiveAllocated { entry.bytes } else { 0 };
-            info.active_size = entry.bytes;
-            info.requested_size = entry.requested;
-            info.stack = stack.filter(|_| self.recorder.history.stack_level() >= StackLevel::Alloc);
-            info.blocks[0].requested_size = entry.requested;
-            info.blocks[0].stack = stack;
+            let (address, size, requested_size) = (entry.ptr.0, entry.bytes, entry.requested);
+            let mut info = SegmentInfo {
+                stream: entry.stream_raw,
+                pool: entry.pool,
+                stack: stack.filter(|_| self.recorder.history.stack_level() >= StackLevel::Alloc),
+                ..SegmentInfo::empty(self.device, address, entry.kind())
+            };
+            info.push(BlockInfo { address, size, requested_size, state, stack });
             infos.push(info);
         }
         if unused > 0 {
-            infos.push(self.segment_info(0, unused, SegmentKind::Large, BlockState::Inactive));
+            let mut info = SegmentInfo::empty(self.device, 0, SegmentKind::Large);
+            let state = BlockState::Inactive;
+            info.push(BlockInfo { address: 0, size: unused, requested_size: 0, state, stack: None });
+            infos.push(info);
         }
         infos.sort_by_key(|info| info.address);
         infos
-    }
-
-    fn segment_info(&self, address: u64, size: u64, kind: SegmentKind, state: BlockState) -> SegmentInfo {
-        SegmentInfo {
-            device: i32::try_from(self.device.0).unwrap_or(i32::MAX),
-            address,
-            total_size: size,
-            allocated_size: 0,
-            active_size: 0,
-            requested_size: 0,
-            stream: 0,
-            kind,
-            pool: MemPoolId::DEFAULT,
-            is_expandable: false,
-            stack: None,
-            blocks: vec![BlockInfo { address, size, requested_size: 0, state, stack: None }],
-        }
     }
 
     fn record_block(&mut self, action: Action, size: u64, entry: &TableEntry, details: &EntryDetails) {

@@ -9,9 +9,8 @@ use crate::memory::{Allocation, Request, SizeRules, StackLevel};
 use crate::{Error, Result};
 
 impl CachingAllocator {
-    /// As [`allocate_raw`](crate::memory::DeviceAllocator::allocate_raw), but at `ptr`, which must be a multiple of
-    /// 512. The requested range must lie in one free block of the same stream and pool.
-    pub fn allocate_at(&self, request: Request, ptr: DevicePtr) -> Result<Allocation> {
+    /// Allocates at `ptr`, which must be a multiple of 512.
+    pub(super) fn take_at(&self, request: Request, ptr: DevicePtr) -> Result<Allocation> {
         let Request { device, stream, bytes, pool } = request;
         let refuse = |why| Err(Error::ExactAddress { ptr, bytes, why });
         if bytes == 0 || !ptr.0.is_multiple_of(SizeRules::BLOCK_MULTIPLE) {

@@ -1,5 +1,6 @@
 //! The calls of [`DeviceAllocator`].
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
@@ -13,8 +14,8 @@ use crate::memory::caching::{slow_path, source};
 use crate::memory::report::EntryDetails;
 use crate::memory::report::StackIds;
 use crate::memory::{
-    Allocation, DeviceAllocator, GraphKey, HistoryOptions, MemPoolId, Observers, PrivatePools, Request, SizeRules,
-    Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
+    Allocation, Checkpoints, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PrivatePools,
+    Request, Settings, SizeRules, Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
 use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result};
@@ -47,7 +48,7 @@ impl CachingDevice {
         }
         state.settle();
         let (freed, block) = free_found(&mut state, to_free, details);
-        if state.has_unreported() {
+        if state.recorder.has_unreported() {
             self.show(state, (), |state, ()| fence_later(state, (freed, block)));
         } else {
             drop(state);
@@ -64,7 +65,7 @@ impl CachingDevice {
     fn free_recorded(&self, to_free: ToFree<'_>, fence: impl FnOnce(&Self, BlockKey, &EntryDetails)) -> Freed {
         // Entry details are collected only for a block of this device: if their hook panics, a caller that would look
         // for the block elsewhere does not get there.
-        if self.read(|state| to_free.find(state.heap()).is_none()) {
+        if self.read(|state| to_free.find(&state.heap).is_none()) {
             return Freed::Unknown;
         }
         let unwinds = OnUnwind::new(|| {
@@ -104,8 +105,8 @@ impl CachingDevice {
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "the hot path; see `Freed`")]
 fn free_found(state: &mut DeviceState, to_free: ToFree<'_>, details: &EntryDetails) -> (Freed, BlockKey) {
-    let Some(block) = to_free.find(state.heap()) else { return (Freed::Unknown, BlockKey::default()) };
-    if state.heap().block(block).is_held() {
+    let Some(block) = to_free.find(&state.heap) else { return (Freed::Unknown, BlockKey::default()) };
+    if state.heap.block(block).is_held() {
         return (Freed::Held, block);
     }
     state.report_free(block);
@@ -132,7 +133,7 @@ impl CachingDevice {
             }
             return source::release_all(&slow, capturing, details);
         }
-        match slow.read(|state| state.pools().uses(pool)) {
+        match slow.read(|state| state.pools.uses(pool)) {
             Ok(0) => {
                 PendingFrees::new(&slow, details).wait()?;
                 source::release_pool(&slow, pool, details)
@@ -145,15 +146,6 @@ impl CachingDevice {
 }
 
 impl CachingAllocator {
-    /// Allocates a cached block on the hot path alone, for frameworks that call this on every allocation. Returns its
-    /// address. `None`, without any change, if more is needed: call [`allocate_raw`](DeviceAllocator::allocate_raw)
-    /// then.
-    // Not `inline`: inlined into another crate, this and `free_cached` together took a tenth more instructions.
-    #[must_use]
-    pub fn allocate_cached(&self, request: &Request) -> Option<DevicePtr> {
-        self.take_cached(request).map(|allocation| allocation.ptr)
-    }
-
     /// The hot path: a free block of the default pool, or of the pool that the request names, if no other work is due.
     /// `None` means that nothing changed.
     #[inline(always)]
@@ -182,16 +174,6 @@ impl CachingAllocator {
             }
         };
         Some(allocation)
-    }
-
-    /// Frees the block that starts at `ptr` on `device`. `false`, without any change, if there is no such block or a
-    /// graph holds it: [`free_on`](DeviceAllocator::free_on) returns the error.
-    pub fn free_cached(&self, device: DeviceId, ptr: DevicePtr) -> bool {
-        !self.instance().is_inherited()
-            && self
-                .devices
-                .get(device.0 as usize)
-                .is_some_and(|device| matches!(device.free_at(ptr), Freed::Completed | Freed::Pending))
     }
 
     /// The general path of an allocation: driver calls, captures, private pools, history. Not `cold`, as above.
@@ -266,7 +248,7 @@ unsafe impl DeviceAllocator for CachingAllocator {
     }
 
     fn instance(&self) -> &Instance {
-        self.shared.instance()
+        &self.shared.instance
     }
 
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
@@ -293,18 +275,21 @@ unsafe impl DeviceAllocator for CachingAllocator {
         Err(Error::UnknownPointer { ptr })
     }
 
-    fn free_on(&self, device: DeviceId, ptr: DevicePtr) -> Result<()> {
-        if self.instance().is_inherited() {
-            return Ok(());
-        }
-        if ptr.is_null() {
-            return Ok(());
-        }
-        match self.device(device)?.free_at(ptr) {
-            Freed::Unknown => self.free_raw(ptr),
-            Freed::Completed | Freed::Pending => Ok(()),
-            Freed::Held => Err(Error::HeldByGraph { ptr }),
-        }
+    fn allocate_cached(&self, request: &Request) -> Option<DevicePtr> {
+        self.take_cached(request).map(|allocation| allocation.ptr)
+    }
+
+    fn free_cached(&self, device: DeviceId, ptr: DevicePtr) -> bool {
+        !self.instance().is_inherited()
+            && self
+                .devices
+                .get(device.0 as usize)
+                .is_some_and(|device| matches!(device.free_at(ptr), Freed::Completed | Freed::Pending))
+    }
+
+    /// `ptr` is a multiple of 512.
+    fn allocate_at(&self, request: Request, ptr: DevicePtr) -> Result<Allocation> {
+        self.take_at(request, ptr)
     }
 
     fn record_use_raw(&self, ptr: DevicePtr, stream: StreamId) -> Result<()> {
@@ -320,7 +305,7 @@ unsafe impl DeviceAllocator for CachingAllocator {
 
     fn find(&self, ptr: DevicePtr) -> Result<Allocation> {
         self.instance().expect_own_process("find")?;
-        let find = |state: &DeviceState| state.heap().allocated_at(ptr).map(|block| state.allocation(block));
+        let find = |state: &DeviceState| state.heap.allocated_at(ptr).map(|block| state.allocation(block));
         let found = self.devices.iter().find_map(|device| device.read(find));
         found.ok_or(Error::UnknownPointer { ptr })
     }
@@ -352,10 +337,26 @@ unsafe impl DeviceAllocator for CachingAllocator {
         });
     }
 
+    fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
+        self.record_annotation(ptr, text)
+    }
+
+    fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
+        self.mapped_chunks(ptr)
+    }
+
+    fn maps_memory(&self) -> bool {
+        self.settings().expandable_segments
+    }
+
+    fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+        self.let_access(device, owner)
+    }
+
     fn hold(&self, allocation: Allocation, _: GraphKey) -> Result<()> {
         let device = self.device(allocation.device)?;
         if allocation.slot == 0 {
-            self.bypass.change_holds(allocation.ptr, |holds| holds + 1);
+            self.bypass.change(allocation.ptr, |block| block.holds += 1);
             return Ok(());
         }
         device.change(|state| state.hold(&allocation))
@@ -366,7 +367,7 @@ unsafe impl DeviceAllocator for CachingAllocator {
             return;
         }
         if allocation.slot == 0 {
-            self.bypass.change_holds(allocation.ptr, |holds| holds.saturating_sub(1));
+            self.bypass.change(allocation.ptr, |block| block.holds = block.holds.saturating_sub(1));
         } else if let Ok(device) = self.device(allocation.device) {
             device.change(|state| state.end_hold(&allocation));
         }
@@ -382,9 +383,9 @@ unsafe impl DeviceAllocator for CachingAllocator {
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64> {
         let caching_device = self.device(device)?;
         if pool.is_default() {
-            self.shared.observers().run_trim_hooks(device);
+            self.shared.observers.run_trim_hooks(device);
         }
-        let details = caching_device.entry_details(StackLevel::All).timed(self.driver());
+        let details = caching_device.timed_details(StackLevel::All);
         let freed = self.trim_direct(caching_device);
         let trimmed = caching_device.trim(pool, &details);
         caching_device.report();
@@ -394,7 +395,7 @@ unsafe impl DeviceAllocator for CachingAllocator {
     fn largest_available(&self, device: DeviceId) -> Result<u64> {
         let caching_device = self.device(device)?;
         let free = self.driver().mem_info(device)?.bytes_free;
-        Ok(free.max(caching_device.read(|state| state.heap().largest_free())))
+        Ok(free.max(caching_device.read(|state| state.heap.largest_free())))
     }
 
     fn set_memory_fraction(&self, device: DeviceId, fraction: f64) -> Result<()> {
@@ -405,31 +406,59 @@ unsafe impl DeviceAllocator for CachingAllocator {
         Ok(self.device(device)?.limits().fraction())
     }
 
+    fn set_memory_cap(&self, device: DeviceId, bytes: Option<u64>) -> Result<()> {
+        self.device(device)?.change_limits(|limits| limits.cap = bytes);
+        Ok(())
+    }
+
+    fn settings(&self) -> Arc<Settings> {
+        self.shared.settings()
+    }
+
+    /// Expandable segments serve requests only while `expandable_segments` is on.
+    fn set_settings(&self, settings: Settings) -> Result<()> {
+        if !self.instance().is_inherited() {
+            self.devices.iter().for_each(|device| device.set_settings(&settings));
+            self.shared.set_settings(settings);
+        }
+        Ok(())
+    }
+
+    /// A free whose driver call fails is retried by later frees and by [`trim`](DeviceAllocator::trim).
+    ///
+    /// A capturing stream is still served from the cache, out of the graph's pool. Other memory that a capture used and
+    /// that is freed during it stays allocated until the pools of the graph are released; for a capture without a
+    /// private pool, until the allocator is trimmed outside of captures.
+    fn set_caching(&self, on: bool) -> Result<()> {
+        self.caching.store(on, Ordering::Release);
+        Ok(())
+    }
+
     fn stats(&self, device: DeviceId) -> Result<Stats> {
         let mut stats = self.device(device)?.read(|state| {
-            let mut stats = state.stats().clone();
-            state.pools().sleeping.write(&mut stats);
+            let mut stats = state.counters.stats.clone();
+            state.pools.sleeping.write(&mut stats);
             stats
         });
-        stats.workspace_bytes = self.shared.observers().workspaces.read(device);
+        stats.workspace_bytes = self.shared.observers.workspaces.read(device);
         Ok(stats)
     }
 
     fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {
         self.device(device)?.change(|state| {
-            state.counters_mut().reset_peak();
-            state.pools_mut().sleeping.reset_peak();
+            state.counters.stats.reset_peak();
+            state.pools.sleeping.reset_peak();
         });
-        self.shared.observers().workspaces.change(device, Stat::reset_peak);
+        self.shared.observers.workspaces.change(device, Stat::reset_peak);
         Ok(())
     }
 
     fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()> {
         self.device(device)?.change(|state| {
-            state.counters_mut().reset_accumulated();
-            state.pools_mut().sleeping.reset_accumulated();
+            state.counters.stats.reset_accumulated();
+            state.pools.sleeping.reset_accumulated();
         });
-        self.shared.observers().workspaces.change(device, Stat::reset_accumulated);
+        self.shared.observers.workspaces.change(device, Stat::reset_accumulated);
         Ok(())
     }
 
@@ -438,7 +467,7 @@ unsafe impl DeviceAllocator for CachingAllocator {
         let mut snapshot = Snapshot { settings: self.settings().recorded(), ..Snapshot::default() };
         let mut stacks = StackIds::default();
         for device in &self.devices {
-            let details = device.entry_details(StackLevel::Alloc).timed(self.driver());
+            let details = device.timed_details(StackLevel::Alloc);
             device.with(|state| state.add_to(&mut snapshot, &mut stacks, options, &details), |_, ()| ());
         }
         Ok(snapshot)
@@ -451,10 +480,14 @@ unsafe impl DeviceAllocator for CachingAllocator {
     }
 
     fn observers(&self) -> &Observers {
-        self.shared.observers()
+        &self.shared.observers
     }
 
     fn pools(&self) -> Result<&dyn PrivatePools> {
+        Ok(self)
+    }
+
+    fn checkpoints(&self) -> Result<&dyn Checkpoints> {
         Ok(self)
     }
 }

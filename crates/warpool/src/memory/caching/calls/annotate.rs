@@ -8,12 +8,11 @@ use crate::memory::{StackLevel, with_metadata};
 
 impl CachingAllocator {
     /// Writes `text` into the history, with the allocated block that starts at `ptr`.
-    /// [`Error::UnknownPointer`](crate::Error::UnknownPointer) if there is none.
-    pub fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
+    pub(super) fn record_annotation(&self, ptr: DevicePtr, text: &str) -> Result<()> {
         let (device, _) = self.locate(ptr)?;
         // An entry carries the metadata of the thread.
         with_metadata(text, || {
-            let details = device.entry_details(StackLevel::Alloc).timed(self.driver());
+            let details = device.timed_details(StackLevel::Alloc);
             device.with(|state| state.annotate(ptr, &details), |_, _| ())
         })
     }

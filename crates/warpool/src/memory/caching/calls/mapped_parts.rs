@@ -7,12 +7,11 @@ use crate::memory::MappedPart;
 use crate::memory::caching::CachingAllocator;
 
 impl CachingAllocator {
-    /// The chunks of an expandable segment that the block at `ptr` is in, by address. The first may begin before the
-    /// block, and the last may end after it. They stay mapped as long as the block is allocated. Empty if its segment
-    /// is not expandable.
-    pub fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
-        self.shared.instance().expect_own_process("mapped_parts")?;
+    /// The chunks of an expandable segment that the block at `ptr` is in, by address. Empty if its segment is not
+    /// expandable.
+    pub(super) fn mapped_chunks(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
+        self.shared.instance.expect_own_process("mapped_parts")?;
         let (device, block) = self.locate(ptr)?;
-        Ok(device.read(|state| state.heap().mapped_parts(block)))
+        Ok(device.read(|state| state.heap.mapped_parts(block)))
     }
 }

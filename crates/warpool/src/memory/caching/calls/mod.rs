@@ -8,4 +8,3 @@ mod direct;
 mod mapped_parts;
 mod peer_access;
 mod pools;
-mod sleep;

@@ -6,9 +6,8 @@ use crate::Result;
 use crate::memory::caching::CachingAllocator;
 
 impl CachingAllocator {
-    /// Lets kernels on `device` access the memory of this allocator on `owner`, present and future. A second call
-    /// changes nothing.
-    pub fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
+    /// Lets kernels on `device` access the memory of this allocator on `owner`.
+    pub(super) fn let_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
         self.device(device)?;
         let owner_device = self.device(owner)?;
         if device == owner || owner_device.peers().contains(&device) {
@@ -24,7 +23,7 @@ impl CachingAllocator {
             // Another thread has enabled it meanwhile.
             return Ok(());
         }
-        for (ptr, bytes) in slow.read(|state| state.heap().mapped_ranges()) {
+        for (ptr, bytes) in slow.read(|state| state.heap.mapped_ranges()) {
             let access = [DeviceAccess { device, access: Access::ReadWrite }];
             self.driver().vm_set_access(ptr, bytes, &access)?;
         }

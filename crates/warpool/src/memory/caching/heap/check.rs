@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use warpool_driver::StreamId;
 
-use super::{BlockStatus, Heap, SegmentKey, SegmentSource};
+use super::{Backing, BlockStatus, Heap, SegmentKey};
 use crate::memory::{MemPoolId, SizeRules};
 
 /// Sums over all blocks and segments.
@@ -40,7 +40,7 @@ impl Heap {
         let blocks = self.blocks.iter().filter(is_oversize).count();
         let segments = self.segments.values().filter(|segment| {
             let bytes: u64 = self.blocks_of(segment).map(|(_, block)| block.size).sum();
-            !matches!(segment.source, SegmentSource::Expandable(_)) && rules.is_oversize(bytes)
+            !matches!(segment.backing, Backing::Expandable(_)) && rules.is_oversize(bytes)
         });
         (blocks as u64, segments.count() as u64)
     }
@@ -103,11 +103,11 @@ impl Heap {
                 }
                 previous = Some(block_key);
             }
-            match &segment.source {
-                SegmentSource::Expandable(expandable) => {
+            match &segment.backing {
+                Backing::Expandable(expandable) => {
                     assert_eq!(expandable.bytes_mapped(), mapped, "chunks and blocks disagree");
                 }
-                SegmentSource::Driver | SegmentSource::Upstream(_) => sums.segment += 1,
+                Backing::Whole(_) => sums.segment += 1,
             }
             sums.reserved_bytes += mapped;
             *totals.reserved_by_pool.entry(block_pool.pool).or_default() += mapped;

@@ -4,7 +4,7 @@
 use warpool_driver::{DevicePtr, PhysicalId};
 
 use super::{
-    BlockKey, BlockPoolKey, BlockRequest, BlockStatus, Chunks, ExpandableSegment, Heap, SegmentKey, SegmentSource,
+    Backing, BlockKey, BlockPoolKey, BlockRequest, BlockStatus, Chunks, ExpandableSegment, Heap, SegmentKey,
     StreamBlocksKey,
 };
 use crate::memory::MappedPart;
@@ -148,9 +148,9 @@ impl Heap {
 
     /// The mapped ranges of all expandable segments.
     pub(crate) fn mapped_ranges(&self) -> Vec<(DevicePtr, u64)> {
-        let expandable = self.segments.values().filter_map(|segment| match &segment.source {
-            SegmentSource::Expandable(expandable) => Some(expandable.mapped_ranges()),
-            SegmentSource::Driver | SegmentSource::Upstream(_) => None,
+        let expandable = self.segments.values().filter_map(|segment| match &segment.backing {
+            Backing::Expandable(expandable) => Some(expandable.mapped_ranges()),
+            Backing::Whole(_) => None,
         });
         expandable.flatten().collect()
     }
@@ -158,9 +158,9 @@ impl Heap {
     /// The chunks that a block lies in; empty if its segment is not expandable.
     pub(crate) fn mapped_parts(&self, block: BlockKey) -> Vec<MappedPart> {
         let entry = &self.blocks[block];
-        match &self.segments[entry.segment].source {
-            SegmentSource::Expandable(expandable) => expandable.parts(entry.ptr, entry.ptr + entry.size),
-            SegmentSource::Driver | SegmentSource::Upstream(_) => Vec::new(),
+        match &self.segments[entry.segment].backing {
+            Backing::Expandable(expandable) => expandable.parts(entry.ptr, entry.ptr + entry.size),
+            Backing::Whole(_) => Vec::new(),
         }
     }
 
@@ -172,9 +172,9 @@ impl Heap {
     }
 
     fn expandable_mut(&mut self, block: BlockKey) -> &mut ExpandableSegment {
-        match &mut self.segments[self.blocks[block].segment].source {
-            SegmentSource::Expandable(expandable) => expandable,
-            SegmentSource::Driver | SegmentSource::Upstream(_) => unreachable!("only expandable segments have chunks"),
+        match &mut self.segments[self.blocks[block].segment].backing {
+            Backing::Expandable(expandable) => expandable,
+            Backing::Whole(_) => unreachable!("only expandable segments have chunks"),
         }
     }
 }

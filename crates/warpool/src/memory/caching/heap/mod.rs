@@ -33,8 +33,8 @@ pub(super) use self::check::HeapTotals;
 use self::free_list::{FreeEntry, FreeKey};
 use self::key::StreamBlocksKey;
 pub(super) use self::key::{BlockKey, BlockPoolKey, SegmentKey};
-pub(super) use self::mapping::{Room, Unmapped};
-pub(super) use self::segment::{Chunks, ExpandableSegment, Segment, SegmentSource};
+pub(super) use self::mapping::Unmapped;
+pub(super) use self::segment::{Backing, Chunks, ExpandableSegment, Segment};
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{Allocation, FreeBlockOrder, MemPoolId, SegmentKind, SizeRules, Stack};
 use crate::{Error, Result, steps};
@@ -213,25 +213,25 @@ impl Heap {
         block_pool: BlockPoolKey,
         (stream, stream_raw): (StreamId, u64),
         (ptr, bytes): (u64, u64),
-        source: SegmentSource,
+        backing: Backing,
         stack: Option<Stack>,
     ) -> BlockKey {
         let registration = self.next_registration;
         self.next_registration += 1;
         self.ranges.insert(ptr, bytes);
         let stream_blocks = self.stream_blocks_for(block_pool, stream, stream_raw);
-        let expandable = matches!(source, SegmentSource::Expandable(_));
+        let expandable = matches!(backing, Backing::Expandable(_));
         let kind = self.block_pools[block_pool].kind;
         let first = BlockKey::null();
-        let segment = self.segments.insert(Segment { stream_blocks, first, registration, source, stack });
+        let segment = self.segments.insert(Segment { stream_blocks, first, registration, backing, stack });
         let block = self.blocks.insert(Block::new((ptr, bytes), segment, stream_blocks, kind, expandable));
         self.segments[segment].first = block;
         self.stream_blocks[stream_blocks].segments.insert(segment);
         block
     }
 
-    /// Removes a segment that is one block in transit, and returns its source.
-    pub(super) fn remove_segment(&mut self, block: BlockKey) -> SegmentSource {
+    /// Removes a segment that is one block in transit, and returns its memory.
+    pub(super) fn remove_segment(&mut self, block: BlockKey) -> Backing {
         let block = self.blocks.remove(block).expect("the block exists");
         assert!(!block.is_split() && block.status == BlockStatus::InTransit, "a segment in use cannot be removed");
         let key = block.segment;
@@ -245,7 +245,7 @@ impl Heap {
             self.block_pools[removed.block_pool].streams.remove(removed.stream);
             self.remove_stream_handle(removed.stream);
         }
-        segment.source
+        segment.backing
     }
 
     /// Validates the address that an upstream returned: fails if no segment of `bytes` bytes can be at `ptr`.

@@ -1,11 +1,10 @@
 //! Segments: one allocation of the driver or an upstream each, or one range of reserved addresses.
 
-use std::sync::Arc;
-
 use warpool_driver::{DevicePtr, PhysicalId};
 
 use super::key::{BlockKey, StreamBlocksKey};
-use crate::memory::{MappedPart, Stack, Upstream};
+use crate::memory::segment_source::SegmentSource;
+use crate::memory::{MappedPart, Stack};
 
 /// A segment. It and its blocks belong to one stream and one block pool for their whole life.
 pub(crate) struct Segment {
@@ -14,14 +13,14 @@ pub(crate) struct Segment {
     pub(super) first: BlockKey,
     /// A sequence number, in the order in which segments were added.
     pub(super) registration: u64,
-    pub(super) source: SegmentSource,
+    pub(super) backing: Backing,
     /// The call stack of the request that it was allocated for.
     pub(super) stack: Option<Stack>,
 }
 
 impl Segment {
-    pub(crate) fn source(&self) -> &SegmentSource {
-        &self.source
+    pub(crate) fn backing(&self) -> &Backing {
+        &self.backing
     }
 
     pub(crate) fn stack(&self) -> Option<&Stack> {
@@ -29,12 +28,10 @@ impl Segment {
     }
 }
 
-/// Where a segment's memory came from, and returns to.
-pub(crate) enum SegmentSource {
-    /// One allocation of the driver.
-    Driver,
-    /// The pool's upstream.
-    Upstream(Arc<dyn Upstream>),
+/// The memory of a segment.
+pub(crate) enum Backing {
+    /// One allocation.
+    Whole(SegmentSource),
     /// Reserved addresses, with physical memory mapped chunk by chunk.
     Expandable(ExpandableSegment),
 }

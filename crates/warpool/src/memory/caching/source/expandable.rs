@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalId, PhysicalOptions, StreamId};
+use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalId, StreamId};
 
 use super::OrOom;
 use crate::Result;
@@ -13,7 +13,6 @@ use crate::memory::OomCause;
 use crate::memory::caching::device::{CachingDevice, SlowGuard};
 use crate::memory::caching::heap::{BlockKey, BlockRequest, Chunks, SegmentKey, Unmapped};
 use crate::memory::caching::pending::PendingFrees;
-use crate::memory::caching::state::DeviceState;
 use crate::memory::limit::share_of;
 use crate::memory::report::EntryDetails;
 use crate::memory::settings::Reserve;
@@ -27,29 +26,29 @@ pub(super) fn allocate(
     details: &EntryDetails,
 ) -> Result<OrOom<BlockKey>> {
     retry_failed_calls(slow);
-    let room = match slow.change(|state| state.take_room(request)) {
+    let room = match slow.change(|state| state.heap.take_room(request)) {
         Some(room) => room,
         None => {
             if !reserve(slow, request, details)? {
                 return Ok(Err(OomCause::Device));
             }
-            slow.change(|state| state.take_room(request)).expect("a new segment has room")
+            slow.change(|state| state.heap.take_room(request)).expect("a new segment has room")
         }
     };
     let (mut grown, mut next) = (Mapped { device: slow, block: room.mapped }, room.unmapped);
     loop {
-        let size = grown.block.map_or(0, |block| slow.read(|state| state.heap().block(block).size()));
+        let size = grown.block.map_or(0, |block| slow.read(|state| state.heap.block(block).size()));
         if let Some(block) = grown.block.filter(|_| size >= request.size) {
             grown.block = None;
             return Ok(Ok(block));
         }
-        let unmapped = slow.change(|state| next.and_then(|next| state.take_unmapped(next, request.size - size)));
+        let unmapped = slow.change(|state| next.and_then(|next| state.heap.take_unmapped(next, request.size - size)));
         let Some(unmapped) = unmapped else {
             // Another thread has allocated the free memory after it meanwhile.
             drop(grown);
             return allocate(slow, request, details);
         };
-        let put_back = || slow.change(|state| state.put_unmapped(unmapped.block));
+        let put_back = || slow.change(|state| state.heap.put_unmapped(unmapped.block));
         let unwinds = OnUnwind::new(put_back);
         let outcome = map(slow, &unmapped);
         unwinds.disarm();
@@ -67,7 +66,7 @@ pub(super) fn allocate(
         let merged = grown.block.take();
         (grown.block, next) = slow.change(|state| {
             let block = state.set_mapped(&unmapped, merged, &handles, details);
-            (Some(block), state.heap().block(block).next())
+            (Some(block), state.heap.block(block).next())
         });
     }
 }
@@ -81,14 +80,16 @@ struct Mapped<'a> {
 impl Drop for Mapped<'_> {
     fn drop(&mut self) {
         if let Some(block) = self.block {
-            self.device.change(|state| state.put_mapped(block));
+            self.device.change(|state| {
+                state.heap.merge_and_free(block);
+            });
         }
     }
 }
 
 /// Reserves addresses for a new segment, all unmapped. Returns `false` if they would be too few.
 fn reserve(slow: &SlowGuard<'_>, request: &BlockRequest, details: &EntryDetails) -> Result<bool> {
-    let chunk = slow.read(|state| state.policy().sizes.chunk(request.kind)).next_multiple_of(slow.granularity);
+    let chunk = slow.read(|state| state.policy.sizes.chunk(request.kind)).next_multiple_of(slow.granularity);
     let bytes = bytes_to_reserve(slow, request.stream).max(1).checked_next_multiple_of(chunk);
     let Some(bytes) = bytes.filter(|&bytes| bytes >= request.size) else { return Ok(false) };
     let stream_raw = slow.stream_raw(request.stream)?;
@@ -105,8 +106,8 @@ fn reserve(slow: &SlowGuard<'_>, request: &BlockRequest, details: &EntryDetails)
 /// device's memory, so that memory unmapped in the middle can be mapped again at the end.
 fn bytes_to_reserve(slow: &SlowGuard<'_>, stream: StreamId) -> u64 {
     let all = slow.bytes_total.saturating_add(slow.bytes_total / 8);
-    let settings = slow.shared().settings();
-    let of_class = slow.shared().stream_classes().get(stream).and_then(|class| {
+    let settings = slow.settings();
+    let of_class = slow.stream_classes.get(stream).and_then(|class| {
         let reserve = settings.expandable_segments_reserve_by_class.get(&class).copied();
         if reserve.is_none() {
             tracing::warn!(
@@ -138,9 +139,9 @@ impl Drop for Mapping<'_> {
         if mapped > 0 || !handles.is_empty() {
             self.device.change(|state| {
                 if mapped > 0 {
-                    state.retry_unmap(ptr, mapped);
+                    state.retries.unmaps.push_back((ptr, mapped));
                 }
-                state.retry_releases(handles);
+                state.retries.releases.extend(handles);
             });
         }
     }
@@ -149,7 +150,7 @@ impl Drop for Mapping<'_> {
 /// Maps chunks, all or none.
 fn map(slow: &SlowGuard<'_>, unmapped: &Unmapped) -> Result<OrOom<Vec<PhysicalId>>> {
     let Unmapped { ptr, bytes, chunk, .. } = *unmapped;
-    let options = PhysicalOptions { share: slow.share, rdma: slow.rdma };
+    let options = slow.physical_options();
     let mut mapping = Mapping { device: slow, ptr, mapped: 0, handles: Vec::new() };
     let outcome = (|| {
         for _ in 0..bytes / chunk {
@@ -189,7 +190,11 @@ fn access(slow: &SlowGuard<'_>) -> Vec<DeviceAccess> {
 /// unmapping does not. Does nothing while a capture forbids waiting.
 pub(super) fn release_chunks(slow: &SlowGuard<'_>, block: BlockKey, details: &EntryDetails) -> Result<u64> {
     let Some((chunks, stream)) = slow.change(|state| state.take_chunks(block)) else { return Ok(0) };
-    let put_back = || slow.change(|state| state.put_mapped(block));
+    let put_back = || {
+        slow.change(|state| {
+            state.heap.merge_and_free(block);
+        });
+    };
     let unwinds = OnUnwind::new(put_back);
     let unmapped = unmap(slow, &chunks, stream, details);
     unwinds.disarm();
@@ -217,12 +222,14 @@ fn unmap(slow: &SlowGuard<'_>, chunks: &Chunks, stream: StreamId, details: &Entr
 /// again. It also stays while the undo of a mapping in it is on the retry list.
 #[expect(unsafe_code, reason = "the driver cannot check that no work uses the addresses")]
 pub(super) fn release_addresses(slow: &SlowGuard<'_>, segment: SegmentKey) -> Result<()> {
-    if slow.read(|state| state.unmaps_to_retry() > 0) {
+    if slow.read(|state| !state.retries.unmaps.is_empty()) {
         retry_failed_calls(slow);
     }
-    let Some((block, ptr, bytes)) = slow.change(|state| state.take_unmapped_segment(segment)) else { return Ok(()) };
-    let put_back = || slow.change(|state| state.put_unmapped(block));
-    if slow.read(|state| state.has_unmap_to_retry(ptr, bytes)) {
+    let Some((block, ptr, bytes)) = slow.change(|state| state.heap.take_unmapped_segment(segment)) else {
+        return Ok(());
+    };
+    let put_back = || slow.change(|state| state.heap.put_unmapped(block));
+    if slow.read(|state| state.retries.has_unmap_in(ptr, bytes)) {
         put_back();
         return Ok(());
     }
@@ -231,7 +238,7 @@ pub(super) fn release_addresses(slow: &SlowGuard<'_>, segment: SegmentKey) -> Re
     let outcome = unsafe { slow.driver().vm_free_range(ptr, bytes) };
     unwinds.disarm();
     match outcome {
-        Ok(()) => slow.change(|state| state.remove_unmapped_segment(block)),
+        Ok(()) => slow.change(|state| drop(state.heap.remove_segment(block))),
         Err(_) => put_back(),
     }
     Ok(outcome?)
@@ -243,7 +250,7 @@ fn release_physical(slow: &SlowGuard<'_>, handles: Vec<PhysicalId>) {
     while let Some(handle) = handles.pop_front() {
         let unwinds = OnUnwind::new(|| {
             let left = handles.iter().chain(&failed).copied().chain([handle]);
-            slow.change(|state| state.retry_releases(left));
+            slow.change(|state| state.retries.releases.extend(left));
         });
         let outcome = slow.driver().vm_release(handle);
         unwinds.disarm();
@@ -253,16 +260,16 @@ fn release_physical(slow: &SlowGuard<'_>, handles: Vec<PhysicalId>) {
         }
     }
     if !failed.is_empty() {
-        slow.change(|state| state.retry_releases(failed));
+        slow.change(|state| state.retries.releases.extend(failed));
     }
 }
 
 /// Retries unmaps and releases that failed.
 pub(in crate::memory::caching) fn retry_failed_calls(slow: &SlowGuard<'_>) {
     // Each entry of the list is tried once: one that fails again goes to its end.
-    for _ in 0..slow.read(DeviceState::unmaps_to_retry) {
-        let Some((ptr, bytes)) = slow.change(DeviceState::take_unmap_to_retry) else { break };
-        let put_back = || slow.change(|state| state.retry_unmap(ptr, bytes));
+    for _ in 0..slow.read(|state| state.retries.unmaps.len()) {
+        let Some((ptr, bytes)) = slow.change(|state| state.retries.unmaps.pop_front()) else { break };
+        let put_back = || slow.change(|state| state.retries.unmaps.push_back((ptr, bytes)));
         let unwinds = OnUnwind::new(put_back);
         let outcome = slow.driver().vm_unmap(ptr, bytes);
         unwinds.disarm();
@@ -271,5 +278,5 @@ pub(in crate::memory::caching) fn retry_failed_calls(slow: &SlowGuard<'_>) {
             put_back();
         }
     }
-    release_physical(slow, slow.change(DeviceState::take_releases_to_retry));
+    release_physical(slow, slow.change(|state| std::mem::take(&mut state.retries.releases)));
 }

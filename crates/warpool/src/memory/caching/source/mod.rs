@@ -15,11 +15,9 @@ use super::pending::PendingFrees;
 use super::state::DeviceState;
 use crate::Result;
 use crate::memory::report::EntryDetails;
+pub(super) use crate::memory::segment_source::OrOom;
 use crate::memory::stream_fence;
 use crate::memory::{MemPoolId, OomCause};
-
-/// A result, or the cause of the out-of-memory condition.
-pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
 
 /// Allocates a segment for a request, or maps memory in an expandable segment. The block is in transit and at least as
 /// large as requested.
@@ -71,7 +69,7 @@ fn release_block_pool(slow: &SlowGuard<'_>, block_pool: BlockPoolKey, details: &
     for block in free.expandable {
         released.add(expandable::release_chunks(slow, block, details));
     }
-    for segment in slow.read(|state| state.unmapped_segments(block_pool)) {
+    for segment in slow.read(|state| state.heap.unmapped_segments(block_pool)) {
         released.add(expandable::release_addresses(slow, segment).map(|()| 0));
     }
     released.total()
@@ -81,11 +79,11 @@ fn release_block_pool(slow: &SlowGuard<'_>, block_pool: BlockPoolKey, details: &
 pub(super) fn release_all(slow: &SlowGuard<'_>, skip_default_pool: bool, details: &EntryDetails) -> Result<u64> {
     let mut released = Released::none();
     if !skip_default_pool {
-        let [small, large] = slow.read(|state| state.pools().default_block_pools());
+        let [small, large] = slow.read(|state| state.pools.default_block_pools());
         released.add(release_block_pool(slow, large, details));
         released.add(release_block_pool(slow, small, details));
     }
-    for pool in slow.read(|state| state.pools().released()) {
+    for pool in slow.read(|state| state.pools.released().map(|(id, _)| id).collect::<Vec<_>>()) {
         released.add(release_pool(slow, pool, details));
     }
     released.total()
@@ -93,7 +91,7 @@ pub(super) fn release_all(slow: &SlowGuard<'_>, skip_default_pool: bool, details
 
 /// Releases all free memory of a private pool, and removes the pool if it is empty and released by its users.
 pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails) -> Result<u64> {
-    let Ok([small, large]) = slow.change(|state| state.pools_mut().enter(pool)) else { return Ok(0) };
+    let Ok([small, large]) = slow.change(|state| state.pools.enter(pool)) else { return Ok(0) };
     let visit = PoolVisit::entered(slow, pool);
     let released = wait_for_users(slow, pool, details).and_then(|waited| {
         let mut released = Released::none();
@@ -111,7 +109,10 @@ pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, details: &Entr
 /// were destroyed. The driver's free waits for all work, but unmapping does not. Returns `false` if a capture forbids
 /// waiting.
 fn wait_for_users(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails) -> Result<bool> {
-    let (streams, anywhere) = slow.read(|state| state.pools().users(pool))?;
+    let (streams, anywhere) = slow.read(|state| {
+        let anywhere = state.pools.get(pool)?.used_anywhere;
+        Result::Ok((state.pools.used_by(pool), anywhere))
+    })?;
     if crate::defect::Defect::TrimForgetsReplays.is_on() {
         return Ok(true);
     }
@@ -121,7 +122,7 @@ fn wait_for_users(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails)
             return Ok(false);
         }
         slow.driver().device_synchronize(slow.id)?;
-        slow.change(|state| state.pools_mut().clear_use_anywhere(pool));
+        slow.change(|state| state.pools.clear_use_anywhere(pool));
     }
     for stream in streams {
         if !stream_fence::wait_for_stream(&PendingFrees::new(slow, details), stream)? {

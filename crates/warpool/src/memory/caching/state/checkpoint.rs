@@ -1,41 +1,19 @@
-//! Checkpoints of a private pool: its allocated blocks are recorded, and restored later.
-//!
-//! A restore checks everything first, and then makes all changes in one step: every allocated block is freed, and every
-//! recorded block is split out of free memory at its old address. Use counts, and segments allocated since, are not
-//! changed. Blocks that graphs hold, and blocks that serve requests of the default pool (`use_on_oom`), are neither
-//! recorded nor freed.
-//!
-//! A restore takes account of the streams that use the blocks which it frees. Memory that no restored block covers
-//! waits for them, as after any other free. A restored block's own stream is ordered after them before the restore
-//! ([`StreamOrder`]), and they use the restored block too.
+//! Checkpoints of a private pool: every allocated block is freed, and every recorded block is split out of free memory
+//! at its old address. Memory of a freed block that no restored one covers waits for the streams that use it.
 
 use std::collections::BTreeSet;
 
 use rustc_hash::FxHashSet;
-use warpool_driver::{DevicePtr, StreamId};
+use warpool_driver::DevicePtr;
 
 use super::DeviceState;
+use crate::Result;
 use crate::memory::caching::heap::{Block, BlockKey, BlockStatus};
-use crate::memory::checkpoint::{BlockUses, PoolCheckpoint, Restored, SavedBlock, lent_block};
+use crate::memory::checkpoint::{
+    BlockUses, PoolCheckpoint, Restored, SavedBlock, StreamOrder, UsedRanges, refused_pending,
+};
 use crate::memory::report::EntryDetails;
 use crate::memory::{Allocation, MemPoolId};
-use crate::{Error, Result};
-
-/// Memory of a block that was freed while streams used it.
-struct UsedRange {
-    start: u64,
-    end: u64,
-    uses: BlockUses,
-}
-
-/// A stream that uses memory of a block to be restored, and the stream that the block is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct StreamOrder {
-    pub(crate) user: StreamId,
-    pub(crate) own: StreamId,
-    /// Whether the stream used the memory while it was capturing.
-    pub(crate) in_capture: bool,
-}
 
 impl DeviceState {
     /// Records the allocated blocks of a pool.
@@ -64,10 +42,8 @@ impl DeviceState {
         let freed = |block: &Block| !block.is_held() && !block.is_lent();
         for (key, block) in self.blocks_in(checkpoint.pool)?.filter(|(_, block)| freed(block)) {
             if block.has_uses() && checkpoint.overlaps(block.ptr(), block.end()) {
-                let own = self.heap.stream_of(key);
-                let order = |in_capture| move |&user: &StreamId| StreamOrder { user, own, in_capture };
-                orders.extend(block.unfenced_streams().iter().map(order(false)));
-                orders.extend(block.streams_used_in_capture().iter().map(order(true)));
+                let (streams, in_capture) = (block.unfenced_streams(), block.streams_used_in_capture());
+                orders.extend(StreamOrder::all(self.heap.stream_of(key), streams, in_capture));
             }
         }
         Ok(orders)
@@ -86,7 +62,7 @@ impl DeviceState {
         if !self.order_for(checkpoint)?.is_subset(ordered) {
             return Ok(None);
         }
-        let (mut freed, mut used) = (Vec::new(), Vec::new());
+        let (mut freed, mut used) = (Vec::new(), UsedRanges::default());
         for (block, ptr) in self.allocated_in(checkpoint.pool)? {
             freed.push(ptr);
             self.request_free(block, details);
@@ -98,33 +74,23 @@ impl DeviceState {
                 continue;
             }
             let (streams, in_capture) = self.heap.take_uses(block);
-            if !streams.is_empty() || !in_capture.is_empty() {
-                used.push(UsedRange { start, end, uses: BlockUses { streams, in_capture } });
+            if !forgets {
+                used.push((start, end), BlockUses { streams, in_capture });
             }
             self.complete_free(block, details);
         }
         freed.sort_unstable();
-        if crate::defect::Defect::RestoreForgetsUses.is_on() {
-            used.clear();
-        }
-        used.sort_unstable_by_key(|range| range.start);
+        used.sort();
         let allocated = self.allocate_saved(checkpoint, &used, details)?;
         self.free_unsaved(checkpoint.pool, &used, details)?;
         Ok(Some(Restored { freed, allocated }))
     }
 
     fn check_checkpointable(&self, pool: MemPoolId) -> Result<()> {
-        let refuse = |why: &str| Err(Error::Checkpoint { pool, why: why.to_owned() });
-        if pool.is_default() {
-            return refuse("only private pools have checkpoints");
-        }
-        if self.pools.uses(pool)? == 0 {
-            return refuse("the pool was released");
-        }
-        self.pools.sleeping.expect_awake(pool)?;
+        self.pools.checkpointed(pool)?;
         let is_pending = |block: &Block| matches!(block.status(), BlockStatus::PendingFree | BlockStatus::Deferred);
         if self.blocks_in(pool)?.any(|(_, block)| is_pending(block)) {
-            return refuse("a freed block waits for streams that used it; synchronize with them first");
+            return Err(refused_pending(pool));
         }
         Ok(())
     }
@@ -138,28 +104,25 @@ impl DeviceState {
             .collect();
         ranges.sort_unstable_by_key(|block| block.ptr());
         for saved in &checkpoint.blocks {
-            let behind = &ranges[ranges.partition_point(|block| block.end() <= saved.ptr)..];
+            let from_there = &ranges[ranges.partition_point(|block| block.end() <= saved.ptr)..];
             let mut reached = saved.ptr;
             // Within one segment: adjacent segments are not merged.
-            for block in behind.iter().take_while(|block| block.segment() == behind[0].segment()) {
+            for block in from_there.iter().take_while(|block| block.segment() == from_there[0].segment()) {
                 if block.ptr() > reached || reached >= saved.end() {
                     break;
                 }
                 reached = block.end();
             }
-            if let Some(held) = behind.iter().find(|block| block.ptr() < saved.end() && block.is_held())
+            if let Some(held) = from_there.iter().find(|block| block.ptr() < saved.end() && block.is_held())
                 && (held.ptr(), held.end()) != (saved.ptr, saved.end())
             {
-                let why =
-                    format!("a graph owns the block at {:#x}, where another was; reset the graph first", held.ptr());
-                return Err(Error::Checkpoint { pool: checkpoint.pool, why });
+                return Err(checkpoint.held_block(held.ptr()));
             }
-            if let Some(lent) = behind.iter().find(|block| block.ptr() < saved.end() && block.is_lent()) {
-                return Err(Error::Checkpoint { pool: checkpoint.pool, why: lent_block(lent.ptr()) });
+            if let Some(lent) = from_there.iter().find(|block| block.ptr() < saved.end() && block.is_lent()) {
+                return Err(checkpoint.lent_block(lent.ptr()));
             }
             if reached < saved.end() {
-                let why = format!("could not find {:#x}: the memory was released since", saved.ptr);
-                return Err(Error::Checkpoint { pool: checkpoint.pool, why });
+                return Err(checkpoint.released_since(saved));
             }
         }
         Ok(())
@@ -186,7 +149,7 @@ impl DeviceState {
     fn allocate_saved(
         &mut self,
         checkpoint: &PoolCheckpoint,
-        used: &[UsedRange],
+        used: &UsedRanges,
         details: &EntryDetails,
     ) -> Result<Vec<Allocation>> {
         let held = self.blocks_in(checkpoint.pool)?.filter(|(_, block)| block.is_held());
@@ -197,10 +160,7 @@ impl DeviceState {
             let &(_, free) = around(saved).expect("room was checked, and all of it is free");
             let (block, allocation) = self.allocate_range(free, (saved.ptr, saved.end()), saved.requested, details);
             self.add_uses(block, &saved.uses);
-            let first = used.partition_point(|range| range.end <= saved.ptr);
-            for range in used[first..].iter().take_while(|range| range.start < saved.end()) {
-                self.add_uses(block, &range.uses);
-            }
+            used.of(saved).for_each(|range| self.add_uses(block, &range.uses));
             self.report_allocated(&allocation);
             allocation
         };
@@ -209,12 +169,12 @@ impl DeviceState {
 
     /// Makes the free parts of the ranges wait for the streams that use them: each part becomes a block that is
     /// allocated and freed at once.
-    fn free_unsaved(&mut self, pool: MemPoolId, used: &[UsedRange], details: &EntryDetails) -> Result<()> {
-        if used.is_empty() {
+    fn free_unsaved(&mut self, pool: MemPoolId, used: &UsedRanges, details: &EntryDetails) -> Result<()> {
+        if used.iter().next().is_none() {
             return Ok(());
         }
         let free = self.free_in(pool)?;
-        for range in used {
+        for range in used.iter() {
             let first = free.partition_point(|&(ptr, _)| ptr <= range.start).saturating_sub(1);
             for &(_, block) in free[first..].iter().take_while(|&&(ptr, _)| ptr < range.end) {
                 // After a split, the rest, which comes after, keeps the key.

@@ -1,32 +1,16 @@
 //! The statistics of one device, counted where its state changes.
 
 use crate::memory::caching::heap::{Block, BlockPool, HeapTotals, Merged, Taken};
-use crate::memory::{MemPoolId, SegmentKind, Stat, Stats};
+use crate::memory::{SegmentKind, Stat, Stats};
 
 #[derive(Debug)]
 pub(crate) struct Counters {
-    stats: Stats,
+    pub(crate) stats: Stats,
 }
 
 impl Counters {
     pub(crate) fn new(max_split_stat: i64) -> Self {
         Self { stats: Stats { max_split_size: max_split_stat, ..Stats::default() } }
-    }
-
-    pub(crate) fn stats(&self) -> &Stats {
-        &self.stats
-    }
-
-    pub(crate) fn bytes_reserved(&self) -> u64 {
-        self.stats.reserved_bytes.all.current
-    }
-
-    pub(crate) fn reset_peak(&mut self) {
-        self.stats.reset_peak();
-    }
-
-    pub(crate) fn reset_accumulated(&mut self) {
-        self.stats.reset_accumulated();
     }
 
     pub(crate) fn segment_allocated(&mut self, block_pool: &BlockPool, bytes: u64, oversize: bool) {
@@ -63,11 +47,6 @@ impl Counters {
         if !pool.is_default() && !crate::defect::Defect::PoolStatsKeepReleased.is_on() {
             self.stats.reserved_bytes_by_private_pools.entry(pool).or_default().decrease(kind, bytes);
         }
-    }
-
-    /// A pool was removed: all its bytes are returned.
-    pub(crate) fn forget_pool(&mut self, pool: MemPoolId) {
-        self.stats.reserved_bytes_by_private_pools.remove(&pool);
     }
 
     /// A free block was taken, whole or in part. Blocks of expandable segments do not count as split.
@@ -186,22 +165,6 @@ impl Counters {
         };
         set(&mut self.stats.oversize_allocations, allocations);
         set(&mut self.stats.oversize_segments, segments);
-    }
-
-    pub(crate) fn sync_all_streams(&mut self) {
-        self.stats.num_sync_all_streams += 1;
-    }
-
-    pub(crate) fn alloc_retry(&mut self) {
-        self.stats.num_alloc_retries += 1;
-    }
-
-    pub(crate) fn oom(&mut self) {
-        self.stats.num_ooms += 1;
-    }
-
-    pub(crate) fn oom_rejection(&mut self) {
-        self.stats.num_oom_rejections += 1;
     }
 
     /// Compares the statistics with the heap.

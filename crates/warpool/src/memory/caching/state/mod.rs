@@ -13,40 +13,39 @@ mod snapshot;
 
 use std::sync::Arc;
 
-use warpool_driver::{DeviceId, DevicePtr, Driver, StreamId};
+use warpool_driver::{DeviceId, DevicePtr, Driver, MemoryInfo, StreamId};
 
-pub(super) use self::checkpoint::StreamOrder;
 use self::counters::Counters;
 use self::deferred::DeferredFrees;
 pub(super) use self::policy::Policy;
-use self::pools::{Pool, Pools};
+pub(super) use self::pools::BlockPools;
+use self::pools::Pools;
 use self::recent::Recent;
 pub(super) use self::recent::ToFree;
 use self::segments::DriverRetries;
 use super::heap::{BlockKey, BlockPoolKey, BlockRequest, BlockStatus, Heap, SegmentKey, Taken};
-use crate::memory::HistoryOptions;
+use crate::memory::pool_table::Pool;
 use crate::memory::report::{EntryDetails, HistoryRecorder};
-use crate::memory::stream_fence::{Fence, StreamFences, StreamUses};
-use crate::memory::{
-    Action, Allocation, HistoryEntry, MemPoolId, OomCause, OomReport, PoolOptions, PoolUser, SizeRules, Stats,
-};
+use crate::memory::shortage::Shortage;
+use crate::memory::stream_fence::{Fence, StreamFences};
+use crate::memory::{Action, Allocation, MemPoolId, OomCause, OomReport, PoolOptions, PoolUser, Request, SizeRules};
 use crate::{Error, Result, steps};
 
 pub(super) struct DeviceState {
     device: DeviceId,
-    policy: Policy,
-    heap: Heap,
-    pools: Pools,
+    pub(super) policy: Policy,
+    pub(super) heap: Heap,
+    pub(super) pools: Pools,
     /// The fences that freed blocks wait for.
-    fences: StreamFences<BlockKey>,
+    pub(super) fences: StreamFences<BlockKey>,
     /// Blocks whose frees wait for the end of a capture.
     deferred: DeferredFrees,
-    counters: Counters,
-    recorder: HistoryRecorder,
-    retries: DriverRetries,
+    pub(super) counters: Counters,
+    pub(super) recorder: HistoryRecorder,
+    pub(super) retries: DriverRetries,
     recent: Option<Recent>,
-    /// Bytes of requests to upstreams that are under way.
-    upstream_bytes_in_flight: u64,
+    /// Bytes of requests to sources of segments that are under way: they count against the limit.
+    pub(super) source_bytes_in_flight: u64,
     /// The driver, if it tracks suballocations.
     tracker: Option<Arc<dyn Driver>>,
 }
@@ -76,18 +75,9 @@ impl DeviceState {
             recorder: HistoryRecorder::default(),
             retries: DriverRetries::default(),
             recent: None,
-            upstream_bytes_in_flight: 0,
+            source_bytes_in_flight: 0,
             tracker: driver.tracks_suballocations().then(|| Arc::clone(driver)),
         }
-    }
-
-    #[inline]
-    pub(super) fn policy(&self) -> &Policy {
-        &self.policy
-    }
-
-    pub(super) fn set_limit(&mut self, limit: Option<u64>) {
-        self.policy.limit = limit;
     }
 
     /// Replaces the policy except for the limit.
@@ -98,20 +88,6 @@ impl DeviceState {
         self.heap.set_free_block_order(self.policy.free_block_order);
     }
 
-    #[inline]
-    pub(super) fn heap(&self) -> &Heap {
-        &self.heap
-    }
-
-    #[inline]
-    pub(super) fn counters_mut(&mut self) -> &mut Counters {
-        &mut self.counters
-    }
-
-    pub(super) fn stats(&self) -> &Stats {
-        self.counters.stats()
-    }
-
     /// Checks every invariant. No other thread may use the allocator meanwhile.
     ///
     /// # Panics
@@ -119,10 +95,10 @@ impl DeviceState {
     pub(super) fn check(&self) {
         let totals = self.heap.check(&self.policy.sizes);
         assert_eq!(totals.deferred, self.deferred.len(), "deferred frees");
-        assert_eq!(self.upstream_bytes_in_flight, 0, "no upstream is called now");
+        assert_eq!(self.source_bytes_in_flight, 0, "no source is called now");
         self.counters.check(&totals);
         self.pools.check(&self.heap);
-        for pool in self.stats().reserved_bytes_by_private_pools.keys() {
+        for pool in self.counters.stats.reserved_bytes_by_private_pools.keys() {
             assert!(self.pools.uses(*pool).is_ok(), "statistics of pool {pool}, which was removed");
         }
     }
@@ -133,7 +109,7 @@ impl DeviceState {
     /// Resolves a request. Fails if the pool does not exist or is released.
     #[inline]
     pub(super) fn request(&self, pool: MemPoolId, stream: StreamId, requested: u64) -> Result<BlockRequest> {
-        let block_pools = self.pools.block_pools_in_use(pool)?;
+        let block_pools = self.pools.serving_block_pools(pool)?;
         Ok(self.request_in(block_pools, pool, stream, requested))
     }
 
@@ -166,10 +142,12 @@ impl DeviceState {
     #[inline(always)]
     #[expect(clippy::inline_always, reason = "a call would return the result through memory")]
     pub(super) fn allocate_plain(&mut self, pool: MemPoolId, stream: StreamId, requested: u64) -> Option<Allocation> {
-        if self.has_pending() || self.has_unreported() || self.policy.collects_garbage() {
+        if self.has_pending() || self.recorder.has_unreported() || self.policy.collects_garbage() {
             return None;
         }
-        let block_pools = self.pools.serving(pool)?;
+        let is_default = pool.is_default();
+        let block_pools =
+            if is_default { self.pools.default_block_pools() } else { self.pools.serving_block_pools(pool).ok()? };
         let request = self.request_in(block_pools, pool, stream, requested);
         let taken = self.heap.take_best_fit(&request, &self.policy.sizes)?;
         let allocation = self.allocate_taken(&taken, requested, stream, EntryDetails::not_recorded());
@@ -218,7 +196,8 @@ impl DeviceState {
         request: &BlockRequest,
         details: &EntryDetails,
     ) -> Option<Allocation> {
-        self.pools.for_oom().into_iter().find_map(|pool| {
+        let pools: Vec<MemPoolId> = self.pools.for_oom().map(|(id, _)| id).collect();
+        pools.into_iter().find_map(|pool| {
             let request = self.request(pool, request.stream, request.requested).ok()?;
             let allocation = self.allocate_cached(&request, details)?;
             let block = self.heap.allocated(&allocation).expect("allocated just now");
@@ -438,19 +417,6 @@ impl DeviceState {
         !self.fences.is_empty() || self.has_deferred()
     }
 
-    pub(super) fn fences(&self) -> &StreamFences<BlockKey> {
-        &self.fences
-    }
-
-    pub(super) fn fences_mut(&mut self) -> &mut StreamFences<BlockKey> {
-        &mut self.fences
-    }
-
-    /// The streams that used a block whose free is pending.
-    pub(super) fn uses_mut(&mut self, block: BlockKey) -> &mut StreamUses {
-        self.heap.uses_mut(block)
-    }
-
     /// Completes a fence that has passed.
     pub(super) fn complete_fence(&mut self, passed: &Fence, details: &EntryDetails) {
         if let Some(block) = self.fences.pop(passed) {
@@ -474,16 +440,8 @@ impl DeviceState {
         self.pools.add(&mut self.heap, id, options);
     }
 
-    pub(super) fn pools(&self) -> &Pools {
-        &self.pools
-    }
-
-    pub(super) fn pools_mut(&mut self) -> &mut Pools {
-        &mut self.pools
-    }
-
     /// Ends a use of a pool. The caller drops the result without the lock.
-    pub(super) fn release_pool(&mut self, id: MemPoolId, user: PoolUser) -> Result<Option<Pool>> {
+    pub(super) fn release_pool(&mut self, id: MemPoolId, user: PoolUser) -> Result<Option<Pool<BlockPools>>> {
         let removed = self.pools.release(id, user, &mut self.heap)?;
         self.forget_removed(id, removed.is_some());
         Ok(removed)
@@ -491,7 +449,7 @@ impl DeviceState {
 
     /// Leaves a pool that the thread entered. The caller drops the result without the lock.
     #[must_use = "to be dropped without the lock"]
-    pub(super) fn leave_pool(&mut self, id: MemPoolId) -> Option<Pool> {
+    pub(super) fn leave_pool(&mut self, id: MemPoolId) -> Option<Pool<BlockPools>> {
         let removed = self.pools.leave(id, &mut self.heap);
         self.forget_removed(id, removed.is_some());
         removed
@@ -500,7 +458,7 @@ impl DeviceState {
     /// Removes the statistics of a removed pool.
     fn forget_removed(&mut self, id: MemPoolId, removed: bool) {
         if removed {
-            self.counters.forget_pool(id);
+            self.counters.stats.reserved_bytes_by_private_pools.remove(&id);
         }
     }
 
@@ -510,15 +468,11 @@ impl DeviceState {
         Ok(block_pools.into_iter().flat_map(|block_pool| self.heap.blocks_in(block_pool)))
     }
 
-    /// Whether exactly these addresses are allocated in a pool.
-    pub(super) fn has_exactly(&self, pool: MemPoolId, live: &[DevicePtr]) -> Result<bool> {
-        let mut expected: Vec<u64> = live.iter().map(|ptr| ptr.0).collect();
-        let is_allocated = |block: &&super::heap::Block| block.status() == BlockStatus::Allocated;
-        let blocks = self.blocks_in(pool)?.map(|(_, block)| block).filter(is_allocated);
-        let mut allocated: Vec<u64> = blocks.map(super::heap::Block::ptr).collect();
-        expected.sort_unstable();
-        allocated.sort_unstable();
-        Ok(expected == allocated)
+    /// The addresses of the allocated blocks of a pool.
+    pub(super) fn allocated_addresses(&self, pool: MemPoolId) -> Result<Vec<DevicePtr>> {
+        let blocks = self.blocks_in(pool)?.map(|(_, block)| block);
+        let allocated = blocks.filter(|block| block.status() == BlockStatus::Allocated);
+        Ok(allocated.map(|block| DevicePtr(block.ptr())).collect())
     }
 }
 
@@ -549,54 +503,31 @@ impl DeviceState {
         Ok(())
     }
 
-    pub(super) fn set_history(&mut self, options: Option<HistoryOptions>) {
-        self.recorder.history.set(options);
-    }
-
-    /// Whether trackers have entries to see.
-    #[inline]
-    pub(super) fn has_unreported(&self) -> bool {
-        self.recorder.has_unreported()
-    }
-
-    pub(super) fn take_unreported(&mut self) -> Vec<HistoryEntry> {
-        self.recorder.take_unreported()
-    }
-
     /// Counts a failed request, and reports the device's memory.
     pub(super) fn out_of_memory(
         &mut self,
         request: &BlockRequest,
         why: OomCause,
         stream_raw: u64,
-        bytes_free: u64,
+        (memory, capturing): (MemoryInfo, bool),
         details: &EntryDetails,
     ) -> OomReport {
         if why == OomCause::Rejected {
-            self.counters.oom_rejection();
+            self.counters.stats.num_oom_rejections += 1;
         } else {
-            self.counters.oom();
-            self.recorder.record(Action::Oom, bytes_free, request.size, stream_raw, request.pool, details);
+            self.counters.stats.num_ooms += 1;
+            self.recorder.record(Action::Oom, memory.bytes_free, request.size, stream_raw, request.pool, details);
         }
-        let stats = self.counters.stats();
+        let asked = Request::new(self.device, request.stream, request.requested);
+        let (bytes_segment, limit, stats) = (request.segment, self.policy.limit, &self.counters.stats);
+        let shortage = Shortage { request: &asked, why, bytes_segment, memory, limit, stats, capturing };
         let mut report = OomReport {
-            device: self.device,
-            cause: why,
-            bytes_requested: request.requested,
-            bytes_segment: request.segment,
-            bytes_total: 0,
-            bytes_free,
-            bytes_limit: self.policy.limit,
             bytes_reserved: self.bytes_reserved(),
-            bytes_allocated: stats.allocated_bytes.all.current,
-            bytes_pending: stats.active_bytes.all.current - stats.allocated_bytes.all.current,
-            bytes_private_free: 0,
             bytes_cached: 0,
             blocks_cached: 0,
             bytes_largest_cached: 0,
             expandable_segments: self.policy.expandable,
-            capturing: false,
-            pages: None,
+            ..shortage.report()
         };
         for (_, block) in self.heap.blocks().filter(|(_, block)| block.status() == BlockStatus::Free) {
             if self.heap.block_pool_of(block.segment()).pool().is_default() {

@@ -1,24 +1,31 @@
 //! Segments in the state: the changes that the driver calls of `source/` make. Their callers hold the slow lock.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use warpool_driver::{DevicePtr, PhysicalId, StreamId};
 
 use super::DeviceState;
 use crate::memory::caching::heap::{
-    BlockKey, BlockPoolKey, BlockRequest, Chunks, ExpandableSegment, Room, SegmentKey, SegmentSource, Unmapped,
+    Backing, BlockKey, BlockPoolKey, BlockRequest, Chunks, ExpandableSegment, SegmentKey, Unmapped,
 };
 use crate::memory::report::EntryDetails;
-use crate::memory::{Action, Asleep, MemPoolId, OomCause, SegmentKind, Upstream};
+use crate::memory::segment_source::SegmentSource;
+use crate::memory::{Action, Asleep, MemPoolId, OomCause, SegmentKind};
 
 /// Driver calls that failed and are to be retried.
 #[derive(Default)]
-pub(super) struct DriverRetries {
+pub(crate) struct DriverRetries {
     /// Physical memory that could not be released.
-    releases: Vec<PhysicalId>,
+    pub(crate) releases: Vec<PhysicalId>,
     /// Mappings of failed allocations that could not be undone. In the heap, these addresses are unmapped.
-    unmaps: VecDeque<(DevicePtr, u64)>,
+    pub(crate) unmaps: VecDeque<(DevicePtr, u64)>,
+}
+
+impl DriverRetries {
+    /// Whether a mapping in that range is still to be undone.
+    pub(crate) fn has_unmap_in(&self, start: DevicePtr, bytes: u64) -> bool {
+        self.unmaps.iter().any(|(ptr, _)| ptr.0 >= start.0 && ptr.0 - start.0 < bytes)
+    }
 }
 
 /// A segment taken out of the free list, to be returned to its source.
@@ -26,8 +33,7 @@ pub(crate) struct SegmentTaken {
     pub(crate) ptr: DevicePtr,
     pub(crate) bytes: u64,
     pub(crate) stream: StreamId,
-    /// `None` is the driver.
-    pub(crate) upstream: Option<Arc<dyn Upstream>>,
+    pub(crate) source: SegmentSource,
 }
 
 /// The free memory of a block pool.
@@ -52,37 +58,27 @@ impl DeviceState {
         self.policy.rejects(self.bytes_reserved_with(request))
     }
 
-    /// The sum of reserved bytes, requests to upstreams under way, and a segment for the request.
+    /// The sum of reserved bytes, requests to sources under way, and a segment for the request.
     fn bytes_reserved_with(&self, request: &BlockRequest) -> u64 {
-        let reserved = self.bytes_reserved().saturating_add(self.upstream_bytes_in_flight);
+        let reserved = self.bytes_reserved().saturating_add(self.source_bytes_in_flight);
         reserved.saturating_add(request.segment)
     }
 
     /// Reserved bytes that are not asleep.
     pub(super) fn bytes_reserved(&self) -> u64 {
-        self.counters.bytes_reserved().saturating_sub(self.pools.sleeping.bytes())
+        self.counters.stats.reserved_bytes.all.current.saturating_sub(self.pools.sleeping.bytes())
     }
 
-    /// Sets which memory of a pool is still asleep, before the rest is woken. Returns `false`, without any change, if
-    /// the total would exceed the limit.
-    pub(crate) fn reserve_to_wake(&mut self, pool: MemPoolId, asleep: Asleep) -> bool {
-        let more = self.pools.sleeping.bytes_more(pool, &asleep);
-        let reserved = self.bytes_reserved().saturating_add(self.upstream_bytes_in_flight).saturating_add(more);
-        if more > 0 && self.policy.exceeds_limit(reserved) {
+    /// Sets how much of a pool is asleep. Returns `false`, without any change, if it is to stay `within_limit` and the
+    /// total would exceed it.
+    pub(crate) fn put_asleep(&mut self, pool: MemPoolId, asleep: Option<Asleep>, within_limit: bool) -> bool {
+        let more = asleep.as_ref().map_or(0, |asleep| self.pools.sleeping.bytes_more(pool, asleep));
+        let reserved = self.bytes_reserved().saturating_add(self.source_bytes_in_flight).saturating_add(more);
+        if within_limit && more > 0 && self.policy.exceeds_limit(reserved) {
             return false;
         }
-        self.pools.sleeping.set(pool, Some(asleep));
+        self.pools.sleeping.set(pool, asleep);
         true
-    }
-
-    /// Begins a request to an upstream. Its bytes count against the limit.
-    pub(crate) fn begin_upstream_call(&mut self, bytes: u64) {
-        self.upstream_bytes_in_flight = self.upstream_bytes_in_flight.saturating_add(bytes);
-    }
-
-    /// Ends a request to an upstream.
-    pub(crate) fn end_upstream_call(&mut self, bytes: u64) {
-        self.upstream_bytes_in_flight = self.upstream_bytes_in_flight.saturating_sub(bytes);
     }
 
     /// Why no segment can be allocated for a request, as far as that is known without another driver call.
@@ -105,8 +101,9 @@ impl DeviceState {
         details: &EntryDetails,
     ) -> BlockKey {
         let (stream, range) = ((request.stream, stream_raw), (ptr.0, request.segment));
+        let backing = Backing::Whole(source);
         let block =
-            self.heap.add_segment(request.block_pool, stream, range, source, self.recorder.stack_of_entry(details));
+            self.heap.add_segment(request.block_pool, stream, range, backing, self.recorder.stack_of_entry(details));
         let oversize = self.policy.sizes.is_oversize(request.segment);
         self.counters.segment_allocated(self.heap.block_pool(request.block_pool), request.segment, oversize);
         self.record(Action::SegmentAlloc, ptr.0, request.segment, self.heap.block(block).segment(), details);
@@ -116,24 +113,17 @@ impl DeviceState {
     /// Takes a segment out of its free list, if the block is a free segment.
     pub(crate) fn take_segment(&mut self, block: BlockKey) -> Option<SegmentTaken> {
         let entry = self.heap.get(block).filter(|entry| entry.is_free_segment())?;
-        let upstream = match self.heap.segment(entry.segment()).source() {
-            SegmentSource::Upstream(upstream) => Some(Arc::clone(upstream)),
-            SegmentSource::Driver | SegmentSource::Expandable(_) => None,
-        };
+        let Backing::Whole(source) = self.heap.segment(entry.segment()).backing() else { return None };
+        let source = source.clone();
         let (ptr, bytes) = (DevicePtr(entry.ptr()), entry.size());
         let stream = self.heap.stream_of(block);
         self.heap.take_free(block);
-        Some(SegmentTaken { ptr, bytes, stream, upstream })
+        Some(SegmentTaken { ptr, bytes, stream, source })
     }
 
-    /// Puts a segment that could not be returned to its source back.
-    pub(crate) fn put_segment_back(&mut self, block: BlockKey) {
-        self.heap.put_free(block);
-    }
-
-    /// Removes a segment that was returned. The caller drops its source without the lock: an upstream's destructor may
+    /// Removes a segment that was returned. The caller drops the result without the lock: an upstream's destructor may
     /// drop blocks.
-    pub(crate) fn remove_segment(&mut self, block: BlockKey, details: &EntryDetails) -> SegmentSource {
+    pub(crate) fn remove_segment(&mut self, block: BlockKey, details: &EntryDetails) -> Backing {
         let entry = self.heap.block(block);
         let (ptr, bytes, segment) = (entry.ptr(), entry.size(), entry.segment());
         let stack = self.heap.segment(segment).stack().cloned();
@@ -195,33 +185,16 @@ impl DeviceState {
         chunk: u64,
         details: &EntryDetails,
     ) {
-        let source = SegmentSource::Expandable(ExpandableSegment::new(ptr.0, chunk));
+        let backing = Backing::Expandable(ExpandableSegment::new(ptr.0, chunk));
         let stream = (request.stream, stream_raw);
         let block = self.heap.add_segment(
             request.block_pool,
             stream,
             (ptr.0, bytes),
-            source,
+            backing,
             self.recorder.stack_of_entry(details),
         );
         self.heap.put_unmapped(block);
-    }
-
-    pub(crate) fn take_room(&mut self, request: &BlockRequest) -> Option<Room> {
-        self.heap.take_room(request)
-    }
-
-    pub(crate) fn take_unmapped(&mut self, block: BlockKey, bytes: u64) -> Option<Unmapped> {
-        self.heap.take_unmapped(block, bytes)
-    }
-
-    pub(crate) fn put_unmapped(&mut self, block: BlockKey) {
-        self.heap.put_unmapped(block);
-    }
-
-    /// Makes a block in transit free.
-    pub(crate) fn put_mapped(&mut self, block: BlockKey) {
-        self.heap.merge_and_free(block);
     }
 
     /// Chunks were mapped. Returns the block in transit, with `grown` and its free neighbours merged into it.
@@ -253,46 +226,5 @@ impl DeviceState {
         let stack = self.heap.segment(segment).stack().cloned();
         self.record(Action::SegmentUnmap, chunks.ptr, chunks.bytes, segment, &details.of_free(stack.as_ref()));
         segment
-    }
-
-    pub(crate) fn unmapped_segments(&self, block_pool: BlockPoolKey) -> Vec<SegmentKey> {
-        self.heap.unmapped_segments(block_pool)
-    }
-
-    pub(crate) fn take_unmapped_segment(&mut self, segment: SegmentKey) -> Option<(BlockKey, DevicePtr, u64)> {
-        self.heap.take_unmapped_segment(segment)
-    }
-
-    /// Removes a segment whose addresses were released.
-    pub(crate) fn remove_unmapped_segment(&mut self, block: BlockKey) {
-        drop(self.heap.remove_segment(block));
-    }
-
-    /// Puts physical memory that could not be released on the retry list.
-    pub(crate) fn retry_releases(&mut self, handles: impl IntoIterator<Item = PhysicalId>) {
-        self.retries.releases.extend(handles);
-    }
-
-    /// Puts a mapping that could not be undone on the retry list.
-    pub(crate) fn retry_unmap(&mut self, ptr: DevicePtr, bytes: u64) {
-        self.retries.unmaps.push_back((ptr, bytes));
-    }
-
-    /// How many mappings are on the retry list.
-    pub(crate) fn unmaps_to_retry(&self) -> usize {
-        self.retries.unmaps.len()
-    }
-
-    /// Whether one of them is in that range.
-    pub(crate) fn has_unmap_to_retry(&self, start: DevicePtr, bytes: u64) -> bool {
-        self.retries.unmaps.iter().any(|(ptr, _)| ptr.0 >= start.0 && ptr.0 - start.0 < bytes)
-    }
-
-    pub(crate) fn take_unmap_to_retry(&mut self) -> Option<(DevicePtr, u64)> {
-        self.retries.unmaps.pop_front()
-    }
-
-    pub(crate) fn take_releases_to_retry(&mut self) -> Vec<PhysicalId> {
-        std::mem::take(&mut self.retries.releases)
     }
 }

@@ -1,48 +1,15 @@
-//! New pages, and mapping pages where they are needed.
+//! Mapping pages where they are needed.
 
-use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalOptions};
+use warpool_driver::{Access, DeviceAccess, DevicePtr};
 
-use super::{Fill, OrOom};
+use super::Fill;
+use crate::memory::Action;
 use crate::memory::paged::old_mappings;
 use crate::memory::paged::pages::{PageId, Slot};
-use crate::memory::paged::physical::release_physical;
-use crate::memory::paged::supply::{Supplied, Supply};
-use crate::memory::{Action, OomCause};
+use crate::memory::paged::supply::Supplied;
 use crate::{Result, lock};
 
 impl Fill<'_> {
-    /// Gets what is still needed from the driver, within the limit.
-    pub(super) fn grow(&mut self, supply: &mut Supply) -> Result<OrOom<()>> {
-        let options = PhysicalOptions { share: self.device.share, rdma: self.device.rdma };
-        let limit = self.device.limit().unwrap_or(u64::MAX);
-        while supply.slots_needed > 0 {
-            let reserved = self.table.bytes_limited();
-            let slots = 1 << supply.next_max().min(self.unit()).ilog2();
-            let bytes = u64::from(slots) * self.table.slot_bytes;
-            if reserved.saturating_add(bytes) > limit {
-                return Ok(Err(OomCause::Limit));
-            }
-            match self.device.driver().vm_create(self.device.id, bytes, options) {
-                Ok(physical) => {
-                    let page = self.table.add(physical, slots);
-                    supply.created.push(page);
-                    supply.add(page, slots, None);
-                }
-                Err(error) if error.code == ErrorCode::OutOfMemory => return Ok(Err(OomCause::Device)),
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok(Ok(()))
-    }
-
-    /// Returns a page to the driver that was created for this request and is mapped nowhere.
-    pub(super) fn release_new(&mut self, page: PageId) {
-        if self.table.take_spare_page(page) {
-            let physical = self.table.remove(page);
-            release_physical(self.device, self.table, physical);
-        }
-    }
-
     /// Maps pages. Those that could not be mapped go back to where they were.
     pub(super) fn map(&mut self, pages: &mut [Supplied]) -> Result<()> {
         pages.sort_unstable_by_key(|supplied| supplied.to);
@@ -116,7 +83,7 @@ impl Fill<'_> {
         }
     }
 
-    /// A page that was got for nothing: back to where it was taken from, or to the spare ones.
+    /// Returns a page to where it was taken from, or to the spare ones.
     pub(super) fn put_back(&mut self, page: PageId, from: Option<Slot>) {
         let Some(slot) = from else {
             self.table.put_spare(page);

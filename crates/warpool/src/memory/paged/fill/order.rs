@@ -46,7 +46,7 @@ impl Fill<'_> {
                 self.wait_for(event.id())
             }
             Tail::Unknown => {
-                let with_pages = self.table.index.with_pages().map(|(number, _)| number);
+                let with_pages = self.table.index.with_pages();
                 self.device.wait_for_unknown_work(with_pages.chain([number]))
             }
             Tail::CaptureActive => Ok(false),

@@ -1,55 +1,17 @@
 //! Taking free pages from heaps: this one's, and others', whose work the request's stream then waits for (`order.rs`).
 
-use super::{Aim, Fill};
+use super::Fill;
 use crate::memory::Action;
 use crate::memory::paged::fill_memory::TakeLists;
 use crate::memory::paged::heap::{FreeBlock, Heap};
 use crate::memory::paged::old_mappings;
-use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::pages::{PageId, Slot};
 use crate::memory::paged::pools::Takeable;
 use crate::memory::paged::supply::Supply;
 use crate::{Result, lock};
 
 impl Fill<'_> {
-    /// Takes free pages of this heap, and of others if they are asked: large ones from everywhere before smaller ones.
-    /// Those fit where a large one does not any more, and there may be large ones left that fit nowhere.
-    pub(super) fn take(&mut self, supply: &mut Supply) -> Result<()> {
-        if !self.takes_by_size() {
-            self.take_own(supply, 1);
-            return Ok(());
-        }
-        let mut slots_min = PageSizes::SLOTS_MAX;
-        while slots_min > 0 && supply.slots_needed > 0 {
-            if slots_min <= supply.next_max() && self.table.has_pages_of(slots_min) {
-                self.take_spare(supply, slots_min);
-                if self.asks_others && self.others_first {
-                    self.take_from_others(supply, slots_min)?;
-                }
-                self.take_own(supply, slots_min);
-                if self.asks_others && !self.others_first {
-                    self.take_from_others(supply, slots_min)?;
-                }
-            }
-            slots_min /= 2;
-        }
-        Ok(())
-    }
-
-    /// Whether large pages are taken before smaller ones, wherever they are. At first, and from this heap alone, they
-    /// are taken where that costs least.
-    pub(super) fn takes_by_size(&self) -> bool {
-        self.asks_others || self.aim != Aim::FewCalls
-    }
-
-    /// Takes pages of at least `slots_min` slots of this heap, if its pages may be taken.
-    fn take_own(&mut self, supply: &mut Supply, slots_min: u32) {
-        if self.takes_own() {
-            self.take_from(self.request.heap, supply, slots_min);
-        }
-    }
-
-    /// Takes spare pages of at least `slots_min` slots, the largest first.
+    /// Takes spare pages, the largest first.
     pub(super) fn take_spare(&mut self, supply: &mut Supply, slots_min: u32) {
         while supply.slots_needed > 0
             && let Some(page) = self.table.take_spare(slots_min..=supply.next_max())
@@ -59,21 +21,11 @@ impl Fill<'_> {
         }
     }
 
-    /// Whether another heap has more free memory than this one, and enough. Pages are then taken from there first: a
-    /// heap with little to spare would move its few free pages from one request to the next.
-    pub(super) fn others_have_more(&self, bytes: u64) -> bool {
-        if self.request.capturing || self.device.heaps.len() < 2 {
-            return false;
+    /// Takes pages of this heap, if its pages may be taken.
+    pub(super) fn take_own(&mut self, supply: &mut Supply, slots_min: u32) {
+        if self.takes_own() {
+            self.take_from(self.request.heap, supply, slots_min);
         }
-        let least = self.free_bytes(self.request.heap).max(bytes);
-        self.table.index.with_pages().any(|(number, free)| free > least && self.may_take_from(number))
-    }
-
-    /// The free memory of a heap, without what is smaller than a page.
-    fn free_bytes(&self, number: u32) -> u64 {
-        let mut heap = self.device.heaps.get(number).lock();
-        heap.merge_recent();
-        heap.page_sized_bytes()
     }
 
     pub(super) fn takeable(&self, number: u32) -> Takeable {
@@ -81,16 +33,11 @@ impl Fill<'_> {
         lock(&self.device.pools).takeable(pool)
     }
 
-    /// Takes pages of at least `slots_min` slots from free blocks of a heap, the smallest first: those that fill a unit
-    /// alone, since mapping them costs least, then several that fill one together, and then others.
+    /// Takes pages of at least `slots_min` slots from free blocks of a heap, the smallest block first: whole units
+    /// before others, since mapping those costs least.
     fn take_from(&mut self, number: u32, supply: &mut Supply, slots_min: u32) {
-        let unit = self.unit();
-        let mut slots = PageSizes::SLOTS_MAX;
-        while unit > 1 && slots >= slots_min && supply.slots_needed > 0 {
-            if self.table.has_pages_of(slots) {
-                self.take_units(number, supply, unit, slots);
-            }
-            slots /= 2;
+        if self.page_slots > 1 {
+            self.take_units(number, supply, self.page_slots, slots_min);
         }
         self.take_units(number, supply, 1, slots_min);
     }
@@ -136,7 +83,7 @@ impl Fill<'_> {
         if self.request.capturing {
             return Ok(());
         }
-        let with_pages: Vec<u32> = self.table.index.with_pages().map(|(number, _)| number).collect();
+        let with_pages: Vec<u32> = self.table.index.with_pages().collect();
         for number in with_pages {
             if supply.slots_needed == 0 {
                 break;
@@ -149,7 +96,7 @@ impl Fill<'_> {
                 Takeable::OnOom if self.request.on_oom => Vec::new(),
                 Takeable::OnOom | Takeable::Never => continue,
             };
-            // Taken first: the events are then behind all work that ever used the pages.
+            // Taken first: the events are then after all work that ever used the pages.
             let before = supply.clone();
             self.take_from(number, supply, slots_min);
             if supply.pages.len() == before.pages.len() {
@@ -189,12 +136,12 @@ impl Fill<'_> {
         }
     }
 
-    /// Has an event recorded behind the work that used what was taken from this heap. Without it the old mappings stay
+    /// Records an event after the work that used what was taken from this heap. Without it the old mappings stay
     /// until a later one.
     pub(super) fn record_takes(&mut self) {
         match old_mappings::record_takes(self.device, self.table, self.request.heap, self.details) {
             Ok(bystanders) => self.recorded = bystanders,
-            Err(error) => tracing::warn!(%error, "no event could be recorded behind taken pages; it is retried"),
+            Err(error) => tracing::warn!(%error, "no event could be recorded after taken pages; it is retried"),
         }
     }
 }

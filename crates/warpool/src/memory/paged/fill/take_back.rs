@@ -4,7 +4,6 @@ use super::Fill;
 use crate::Result;
 use crate::memory::Action;
 use crate::memory::paged::fill_memory::InHeap;
-use crate::memory::paged::page_set::PageSet;
 use crate::memory::paged::pages::PageId;
 use crate::memory::paged::pools::Takeable;
 use crate::memory::paged::slot::{Mapping, PagePart, Slot};
@@ -18,17 +17,11 @@ impl Fill<'_> {
         if self.request.capturing || !self.table.was_taken_from(self.request.heap) {
             return;
         }
-        let mut free = std::mem::take(&mut self.memory.free_elsewhere);
-        self.add_free_elsewhere(&mut free);
-        self.memory.free_elsewhere = free;
-    }
-
-    /// Inserts those pages into a set with room for all.
-    pub(super) fn add_free_elsewhere(&self, free: &mut PageSet) {
-        for (number, _) in self.table.index.with_pages().filter(|&(number, _)| self.may_take_from(number)) {
+        let others: Vec<u32> = self.table.index.with_pages().filter(|&number| self.may_take_from(number)).collect();
+        for number in others {
             let mut heap = self.device.heaps.get(number).lock();
             heap.merge_recent();
-            self.table.add_free_pages(&heap, free);
+            self.table.add_free_pages(&heap, &mut self.memory.free_elsewhere);
         }
     }
 

@@ -48,8 +48,6 @@ pub(in crate::memory::paged) struct Hole {
 pub(in crate::memory::paged) struct FreeRun {
     pub(in crate::memory::paged) start: u64,
     pub(in crate::memory::paged) end: u64,
-    /// What of it is free blocks.
-    pub(in crate::memory::paged) free_bytes: u64,
     /// Its holes, of those of all runs.
     holes: Range<usize>,
     /// Its first block.
@@ -74,14 +72,6 @@ impl FreeRuns {
 
     pub(in crate::memory::paged) fn iter(&self) -> impl Iterator<Item = &FreeRun> {
         self.runs.iter()
-    }
-
-    pub(in crate::memory::paged) fn len(&self) -> usize {
-        self.runs.len()
-    }
-
-    pub(in crate::memory::paged) fn get(&self, position: usize) -> &FreeRun {
-        &self.runs[position]
     }
 
     pub(in crate::memory::paged) fn holes_of(&self, run: &FreeRun) -> &[Hole] {
@@ -257,10 +247,6 @@ impl Area {
         Some(range.starts.get(addr.checked_sub(range.base)?))
     }
 
-    pub(super) fn page_sized_bytes(&self) -> u64 {
-        self.bins.page_sized_bytes()
-    }
-
     pub(super) fn free_at_least<'a>(&'a self, blocks: &'a Blocks, bytes: u64) -> impl Iterator<Item = u32> + 'a {
         self.bins.at_least(blocks, bytes.div_ceil(GRAIN))
     }
@@ -355,7 +341,7 @@ impl Area {
             let hole = blocks.get(id);
             let before = blocks.get(hole.prev);
             let (first, start) = if before.state == State::Free { (hole.prev, before.addr) } else { (id, addr) };
-            let (mut free_bytes, holes_before) = (addr - start, runs.holes.len());
+            let holes_before = runs.holes.len();
             // Holes and free blocks alternate: neighbours of one kind are merged.
             let mut block = hole;
             while block.state == State::Hole {
@@ -364,14 +350,13 @@ impl Area {
                 block = blocks.get(block.next);
                 if block.state == State::Free {
                     seen = block.end();
-                    free_bytes += block.bytes;
                     block = blocks.get(block.next);
                 }
             }
             if seen - start >= bytes {
                 let holes = holes_before..runs.holes.len();
                 let range = self.ranges[hole.range as usize].number;
-                runs.runs.push(FreeRun { start, end: seen, free_bytes, holes, first, range });
+                runs.runs.push(FreeRun { start, end: seen, holes, first, range });
             } else {
                 runs.holes.truncate(holes_before);
             }

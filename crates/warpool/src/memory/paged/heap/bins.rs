@@ -7,8 +7,7 @@
 
 use std::hint::select_unpredictable;
 
-use super::block::{Blocks, GRAIN, NONE};
-use crate::memory::paged::SLOT_MIN;
+use super::block::{Blocks, NONE};
 
 /// Bits of the size below its highest that choose the bin: 16 bins from each power of two to the next.
 const SUB_BITS: u32 = 4;
@@ -34,23 +33,12 @@ pub(super) struct Bins {
     words: u64,
     /// How often it changed.
     version: u64,
-    /// The sizes of the blocks that a page may fit into, in grains.
-    page_sized: u64,
 }
 
 impl Default for Bins {
     fn default() -> Self {
-        Self { heads: Box::new([NONE; BINS]), occupied: [0; WORDS], words: 0, version: 0, page_sized: 0 }
+        Self { heads: Box::new([NONE; BINS]), occupied: [0; WORDS], words: 0, version: 0 }
     }
-}
-
-/// The first bin with blocks of the smallest page's size. All in it have at least that: the size is a power of two.
-const PAGE_SIZED: usize = bin_of(SLOT_MIN / GRAIN);
-
-/// What a block in a bin counts as a place for pages.
-#[inline]
-fn page_sized(bin: usize, grains: u64) -> u64 {
-    select_unpredictable(bin < PAGE_SIZED, 0, grains)
 }
 
 /// The bin of a size in grains, at least 1.
@@ -67,7 +55,6 @@ impl Bins {
     pub(super) fn insert(&mut self, blocks: &mut Blocks, id: u32) {
         let grains = blocks.get(id).grains();
         let bin = bin_of(grains);
-        self.page_sized += page_sized(bin, grains);
         let head = std::mem::replace(&mut self.heads[bin], id);
         blocks.get_mut(head).bin_prev = id;
         let block = blocks.get_mut(id);
@@ -81,7 +68,6 @@ impl Bins {
     pub(super) fn remove(&mut self, blocks: &mut Blocks, id: u32) {
         let block = blocks.get(id);
         let (before, after, bin) = (block.bin_prev, block.bin_next, usize::from(block.bin));
-        self.page_sized -= page_sized(bin, block.grains());
         // Without a branch: NONE is a place that is written and not read.
         blocks.get_mut(after).bin_prev = before;
         blocks.get_mut(before).bin_next = after;
@@ -100,7 +86,6 @@ impl Bins {
     fn pop(&mut self, blocks: &mut Blocks, bin: usize) -> u32 {
         let id = self.heads[bin];
         let block = blocks.get(id);
-        self.page_sized -= page_sized(bin, block.grains());
         let after = block.bin_next;
         blocks.get_mut(after).bin_prev = NONE;
         self.set_head(bin, after);
@@ -114,11 +99,6 @@ impl Bins {
         self.occupied[bin / 64] = word;
         self.words &= !(u64::from(word == 0) << (bin / 64));
         self.version += 1;
-    }
-
-    /// The bytes of all blocks of at least [`SLOT_MIN`].
-    pub(super) fn page_sized_bytes(&self) -> u64 {
-        self.page_sized * GRAIN
     }
 
     /// Another number after every change.
@@ -198,8 +178,6 @@ impl Bins {
     /// # Panics
     /// If they do not.
     pub(super) fn check(&self, blocks: &Blocks) {
-        let page_sized: u64 = self.at_least(blocks, SLOT_MIN / GRAIN).map(|id| blocks.get(id).grains()).sum();
-        assert_eq!(self.page_sized, page_sized, "blocks that pages may fit into");
         for (bin, &head) in self.heads.iter().enumerate() {
             assert_eq!(self.occupied[bin / 64] >> (bin % 64) & 1 == 1, head != NONE, "the bit of bin {bin}");
             let mut before = NONE;

@@ -514,11 +514,6 @@ impl Heap {
         self.areas[SegmentKind::Large as usize].free_at_least(&self.blocks, GRAIN).for_each(each);
     }
 
-    /// The sum of the free blocks that a page may fit into.
-    pub(super) fn page_sized_bytes(&self) -> u64 {
-        self.areas.iter().map(Area::page_sized_bytes).sum()
-    }
-
     /// Finds the runs of free addresses that could hold `bytes` if pages were mapped in their holes.
     pub(super) fn find_free_runs(&self, kind: SegmentKind, bytes: u64, runs: &mut FreeRuns) {
         self.areas[kind as usize].find_free_runs(&self.blocks, bytes, runs);

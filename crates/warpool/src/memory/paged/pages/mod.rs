@@ -20,16 +20,13 @@ use super::bystanders::Bystanders;
 use super::contention::Contention;
 use super::heap_index::HeapIndex;
 use super::homes::{Home, HomeCounters};
-use super::page_set::PageSet;
 use super::page_sizes::PageSizes;
 use super::pools::SegmentSource;
 use super::unused_heaps::UnusedHeaps;
-use crate::memory::{SegmentKind, Stat, StatByKind};
+use crate::memory::{PageTotals, SegmentKind, Stat, StatByKind};
 
 pub(super) use super::page_set::PageId;
-pub(super) use super::slot::{
-    FIRST_PAGE, MappedByChunk, Mapping, PagePart, PassedTakes, Slot, SlotRange, SlotState, index_of,
-};
+pub(super) use super::slot::{FIRST_PAGE, Mapping, PagePart, PassedTakes, Slot, SlotRange, SlotState, index_of};
 
 #[derive(Debug)]
 pub(super) struct Page {
@@ -53,7 +50,6 @@ pub(super) struct RangeMap {
     pub(super) kind: SegmentKind,
     /// As far as anything was ever mapped.
     slots: Vec<SlotState>,
-    mapped: MappedByChunk,
     /// Where it comes from, if it is a segment: backed as a whole, without pages.
     segment: Option<SegmentSource>,
 }
@@ -67,8 +63,6 @@ pub(super) struct PageTable {
     /// By number; the first [`FIRST_PAGE`] are none.
     pages: Vec<Option<Page>>,
     unused: Vec<PageId>,
-    /// Those with old mappings.
-    with_old: PageSet,
     /// How many pages there are of 1, 2 and 4 slots.
     count_by_slots: [usize; 3],
     ranges: Vec<RangeMap>,
@@ -84,6 +78,8 @@ pub(super) struct PageTable {
     /// Pages of 1, 2 and 4 slots that belong nowhere and that no work uses, but for bystanders' (`bystanders.rs`). Old
     /// mappings of them may be left.
     spare: [Vec<PageId>; 3],
+    /// Pages that belong nowhere and are to be released, once no work uses them any more.
+    pub(super) leaving: Vec<PageId>,
     /// Old mappings to be undone: each is mapped, and its page does not belong there.
     pub(super) old: VecDeque<(PageId, Slot)>,
     /// By heap.
@@ -102,27 +98,9 @@ pub(super) struct PageTable {
     pub(super) totals: PageTotals,
 }
 
-/// How often things were done with pages.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PageTotals {
-    /// Pages that were created.
-    pub created: u64,
-    /// Pages that were released to the driver.
-    pub released: u64,
-    /// Pages that were taken from free addresses to be mapped elsewhere.
-    pub taken: u64,
-    /// Those of them that were still mapped where they were needed.
-    pub taken_back: u64,
-    /// Pages that were mapped.
-    pub mapped: u64,
-    /// Mappings that were undone.
-    pub unmapped: u64,
-}
-
 impl RangeMap {
     fn new(base: u64, bytes: u64, heap: u32, kind: SegmentKind, segment: Option<SegmentSource>) -> Self {
-        Self { base, bytes, heap, kind, slots: Vec::new(), mapped: MappedByChunk::default(), segment }
+        Self { base, bytes, heap, kind, slots: Vec::new(), segment }
     }
 }
 
@@ -140,7 +118,6 @@ impl PageTable {
             page_sizes: PageSizes::default(),
             pages: (0..FIRST_PAGE).map(|_| None).collect(),
             unused: Vec::new(),
-            with_old: PageSet::default(),
             count_by_slots: [0; 3],
             ranges: Vec::new(),
             ranges_of: FxHashMap::default(),
@@ -149,6 +126,7 @@ impl PageTable {
             bytes_asleep: 0,
             calls_bytes: 0,
             spare: Default::default(),
+            leaving: Vec::new(),
             old: VecDeque::new(),
             takes: FxHashMap::default(),
             to_release: Vec::new(),
@@ -203,11 +181,6 @@ impl PageTable {
         numbers.map(|&number| (number, self.range(number)))
     }
 
-    /// Ranges have lower numbers.
-    pub(super) fn range_count(&self) -> usize {
-        self.ranges.len()
-    }
-
     pub(super) fn range(&self, range: u32) -> &RangeMap {
         &self.ranges[range as usize]
     }
@@ -245,10 +218,6 @@ impl PageTable {
     /// How many slots of a range were ever mapped, from its start.
     pub(super) fn slots_used(&self, range: u32) -> u32 {
         u32::try_from(self.range(range).slots.len()).expect("fewer than 2^32 slots")
-    }
-
-    pub(super) fn mapped_by_chunk(&self, range: u32) -> &MappedByChunk {
-        &self.range(range).mapped
     }
 
     /// The page that belongs to this slot.
@@ -318,6 +287,11 @@ impl PageTable {
         self.spare.iter().flatten().copied()
     }
 
+    /// All pages that belong nowhere.
+    pub(super) fn homeless_pages(&self) -> impl Iterator<Item = PageId> {
+        self.spare_pages().chain(self.leaving.iter().copied())
+    }
+
     /// A page was mapped at a slot.
     pub(super) fn set_mapped(&mut self, id: PageId, slot: Slot) {
         let slots = self.page(id).slots;
@@ -325,7 +299,6 @@ impl PageTable {
         debug_assert!((slot.index..slot.index + slots).all(is_unmapped), "something is mapped at {slot:?}");
         self.set_slots(slot, slots, |part| Mapping::Page(PagePart::new(id, part, slots)));
         self.page_mut(id).mapped.push(slot);
-        self.note_old(id);
         self.totals.mapped += 1;
     }
 
@@ -358,9 +331,7 @@ impl PageTable {
             map.slots.resize(end, SlotState::default());
         }
         for (part, state) in (0..slots).zip(&mut map.slots[first.index as usize..end]) {
-            let after = SlotState::new(mapping(part));
-            map.mapped.note(first.index + part, state, &after);
-            *state = after;
+            *state = SlotState::new(mapping(part));
         }
     }
 
@@ -377,22 +348,6 @@ impl PageTable {
         self.fill_slots(slot, slots, with);
         self.old.retain(|&old| old != (id, slot));
         self.page_mut(id).mapped.retain(|&other| other != slot);
-        self.note_old(id);
-    }
-
-    /// Where a page is mapped or belongs has changed.
-    fn note_old(&mut self, id: PageId) {
-        let page = self.page(id);
-        if page.mapped.len() > usize::from(page.home.is_some()) {
-            self.with_old.insert(id);
-        } else {
-            self.with_old.remove(id);
-        }
-    }
-
-    /// The pages with old mappings.
-    pub(super) fn with_old(&self) -> &PageSet {
-        &self.with_old
     }
 
     /// A page at a slot, as it counts in the statistics.
@@ -431,7 +386,6 @@ impl PageTable {
             self.slots_mut(before, slots).iter_mut().for_each(|state| state.set_taken(taken));
         }
         self.page_mut(id).home = home;
-        self.note_old(id);
         if let Some(slot) = home {
             self.slots_mut(slot, slots).iter_mut().for_each(SlotState::set_home);
             let home = self.home_of(id, slot);

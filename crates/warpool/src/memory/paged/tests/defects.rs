@@ -1,10 +1,8 @@
-//! Deliberate defects are found: by the random programs within few seeds, and by a program made for each. Without the
-//! defect the same programs show nothing.
+//! Deliberate defects are found, each by a program made for it. Without the defect the same programs show nothing.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use super::machine::{DEVICE, MIB, Machine};
-use super::program::{Tally, defect_of};
 use crate::defect::Defect;
 use crate::memory::{Allocation, DeviceAllocator as _, Request, Settings};
 
@@ -14,26 +12,6 @@ pub fn seen(program: impl FnOnce() -> Option<String>) -> Option<String> {
         Some(message) if message.contains("CUDA_ERROR_ILLEGAL_ADDRESS") => Some(message.clone()),
         _ => resume_unwind(panic),
     })
-}
-
-/// The first seed whose program shows the defect.
-fn first_seed(defect: Defect, seeds: u64) -> Option<(u64, String)> {
-    let of_seed = |seed| Some((seed, defect.with(|| seen(|| defect_of(seed, &mut Tally::default())))?));
-    (0..seeds).find_map(of_seed)
-}
-
-#[test]
-fn a_missing_event_between_heaps_is_found_by_random_programs() {
-    let found = first_seed(Defect::NoEventBetweenHeaps, 40);
-    println!("{found:?}");
-    assert!(found.is_some());
-}
-
-#[test]
-fn unmapping_too_early_is_found_by_random_programs() {
-    let found = first_seed(Defect::UnmapsTooEarly, 40);
-    println!("{found:?}");
-    assert!(found.is_some());
 }
 
 fn allocate(machine: &Machine, stream: usize, mib: u64) -> Allocation {

@@ -144,13 +144,11 @@ pub(super) struct Costs<'a> {
 
 impl<'a> Costs<'a> {
     pub(super) fn new(wanted: Wanted<'a>, run: &'a FreeRun, sums: &'a mut Sums) -> Self {
-        let Wanted { table, runs, bytes, unit, gap_slots, takeable, .. } = wanted;
+        let Wanted { table, runs, bytes, unit, takeable, .. } = wanted;
         let (slot, base) = (table.slot_bytes, table.range(run.range).base);
         // Behind the last slot that was ever used, all windows cost the same.
         let used = base + u64::from(table.slots_used(run.range)) * slot;
-        // If gaps are to be large, then where a unit begins.
-        let slots_more = if gap_slots > 1 { u64::from(unit) } else { 1 };
-        let looked_at = used.max(run.start) + bytes + slots_more * slot - base;
+        let looked_at = used.max(run.start) + bytes + slot - base;
         let looked_at = looked_at.next_multiple_of(u64::from(unit) * slot);
         let end = run.end.min(looked_at + base);
         let (slots, passed) = (table.slots(run.range), table.passed_takes(run.range));
@@ -229,8 +227,7 @@ impl<'a> Costs<'a> {
         }
     }
 
-    /// What a candidate needs; `None` if it cannot be used, but for [`cuts_page`](Self::cuts_page) and
-    /// [`gaps_fit`](Self::gaps_fit).
+    /// What a candidate needs; `None` if it cannot be used, but for [`cuts_page`](Self::cuts_page).
     #[inline]
     pub(super) fn fit(&self, candidate: Candidate, cursor: &mut Cursor) -> Option<Fit> {
         let Candidate { mut first, mut last, .. } = candidate;
@@ -289,34 +286,6 @@ impl<'a> Costs<'a> {
             behind -= before + 1;
         }
         (fit.last + 1).min(behind).saturating_sub(fit.first.max(first))
-    }
-
-    /// Whether every gap of a window has a multiple of the slots that are wanted.
-    pub(super) fn gaps_fit(&self, fit: &Fit, wanted: Wanted<'_>) -> bool {
-        let Wanted { gap_slots, takeable, .. } = wanted;
-        if gap_slots == 1 {
-            return true;
-        }
-        let window = fit.first..=fit.last;
-        let has_page = |index: u32| {
-            let state = self.slots.get(index as usize)?;
-            let Mapping::Page(PagePart { part, slots, is_home, .. }) = state.mapping() else { return None };
-            let first = index - u32::from(part);
-            // It is taken back if it is free, and wholly in the window.
-            let is_inside = window.contains(&first) && window.contains(&(first + u32::from(slots) - 1));
-            (is_home || is_inside && state.has_one_of(takeable) == 1).then_some(())
-        };
-        let mut gap = 0;
-        for index in window.clone() {
-            if has_page(index).is_none() {
-                gap += 1;
-            } else if gap % gap_slots == 0 {
-                gap = 0;
-            } else {
-                return false;
-            }
-        }
-        gap % gap_slots == 0
     }
 
     /// Whether a page that would have to be taken back is only partly in the window, and its mapping cannot be undone.

@@ -10,7 +10,7 @@ use crate::memory::{Allocation, Keep};
 use crate::{Error, Result};
 
 const TAGS: [&str; 3] = ["weights", "kv", "graphs"];
-/// Expandable segments make no difference to tags: `program` has them.
+/// Expandable segments make no difference to tags: random programs have them.
 const KINDS: [Kind; 2] = [Kind::Caching, Kind::Paged];
 const CODES: [ErrorCode; 2] = [ErrorCode::OutOfMemory, ErrorCode::Unknown(999)];
 

@@ -93,10 +93,7 @@ impl Machine {
     }
 
     pub fn set_cap(&self, bytes: Option<u64>) {
-        match &self.own {
-            Allocator::Caching(caching) => caching.set_memory_cap(DEVICE, bytes).unwrap(),
-            Allocator::Paged(paged) => paged.set_memory_cap(DEVICE, bytes).unwrap(),
-        }
+        self.allocator.set_memory_cap(DEVICE, bytes).unwrap();
     }
 
     pub fn trim_to(&self, bytes: u64) -> u64 {

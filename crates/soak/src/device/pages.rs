@@ -1,0 +1,132 @@
+//! What only programs over the paged allocator on small devices do: sizes around those of pages, so that blocks and
+//! pages overlap in all ways and heaps take pages from each other, trims to a target, and the check that memory runs
+//! out only if it is short.
+
+use warpool::driver::DeviceId;
+use warpool::memory::{DeviceAllocator as _, MemPoolId, PagedAllocator, Request};
+
+use super::Run;
+use crate::machine::device_id;
+use crate::rng::Rng;
+
+const MIB: u64 = 1 << 20;
+
+/// The sizes that a program requests.
+pub enum Sizes {
+    /// Those of the caching allocator's classes.
+    Classes,
+    /// Around those of pages, on a device of this size.
+    Any(u64),
+    /// Mostly the same few, as real programs do: pages go back and forth.
+    Few(u64, Vec<u64>),
+}
+
+impl Sizes {
+    pub fn draw(rng: &mut Rng, capacity: u64) -> Self {
+        if rng.one_in(2) {
+            return Self::Any(capacity);
+        }
+        Self::Few(capacity, (0..3 + rng.below(4)).map(|_| draw_bytes(rng, capacity / 2)).collect())
+    }
+
+    pub fn next(&self, rng: &mut Rng) -> u64 {
+        match self {
+            Self::Classes => rng.request_bytes(),
+            Self::Few(_, sizes) if !rng.one_in(8) => rng.pick(sizes),
+            Self::Any(capacity) | Self::Few(capacity, _) => draw_bytes(rng, *capacity),
+        }
+    }
+}
+
+fn draw_bytes(rng: &mut Rng, capacity: u64) -> u64 {
+    match rng.below(24) {
+        0..4 => rng.u64_in(1..=64 << 10),
+        4..8 => rng.u64_in(1..=MIB),
+        8..14 => rng.u64_in(MIB + 1..=6 * MIB),
+        14..18 => 2 * MIB * rng.u64_in(1..=6),
+        18..23 => rng.u64_in(6 * MIB..=capacity / 3),
+        _ => rng.u64_in(capacity / 3..=capacity),
+    }
+}
+
+impl Run<'_> {
+    pub fn page_step(&mut self) {
+        match self.context.rng.below(64) {
+            0..22 => self.allocate(),
+            22..24 => self.check_tag(),
+            24..29 => self.use_elsewhere(),
+            29..46 => self.free(),
+            46 => self.trim(),
+            47 => self.trim_to(),
+            48..51 => self.change_pools(),
+            51 => self.change_scopes(),
+            52 => self.change_page_limit(),
+            53..55 => self.capture(),
+            55..59 => self.replay(),
+            59 => self.drop_graph(),
+            60 if self.context.rng.one_in(2) => self.read_state(),
+            60 => self.invalid_calls(),
+            // So that frees are pending when memory runs out.
+            61 | 62 => self.delay_work(),
+            63 if self.context.rng.one_in(2) => self.change_use_on_oom(),
+            _ => self.synchronize(),
+        }
+    }
+
+    fn trim_to(&mut self) {
+        let Some(paged) = self.subject.paged.clone() else { return };
+        let target = self.context.rng.u64_below(self.limit_of_pages);
+        self.context.step(format!("trim to {target}"));
+        let _ = self.machine.call(self.context, || paged.trim_to(device_id(0), target));
+    }
+
+    fn change_page_limit(&mut self) {
+        let Some(paged) = &self.subject.paged else { return };
+        self.limit_of_pages = self.capacity_of_pages / 4 * self.context.rng.u64_in(2..=4);
+        self.context.step(format!("at most {} bytes", self.limit_of_pages));
+        paged.set_memory_cap(device_id(0), Some(self.limit_of_pages)).unwrap();
+    }
+
+    fn change_use_on_oom(&mut self) {
+        if self.pools.is_empty() {
+            return;
+        }
+        let (at, on) = (self.context.rng.below(self.pools.len()), self.context.rng.one_in(2));
+        let pool = self.pools[at].id();
+        self.context.step(format!("pool {pool} is used before memory runs out: {on}"));
+        self.subject.allocator.pools().unwrap().set_use_on_oom(device_id(0), pool, on).unwrap();
+    }
+
+    /// A request ran out of memory, without a fault: there was too little, and there is after all free pages were
+    /// returned. Captures and private pools keep pages, and a stream that captures gets none of other heaps.
+    pub fn expect_shortage(&mut self, request: Request) {
+        let Some(paged) = self.subject.paged.clone() else { return };
+        if !self.is_of_pages() || !self.capturing.is_empty() {
+            return;
+        }
+        let counts = &self.context.counts;
+        if !self.has_had_pools && counts.captures + counts.captures_failed == 0 {
+            let needed = self.table.pages_needed_max(request.bytes, self.subject.page_bytes_max);
+            let limit = self.limit_of_pages;
+            assert!(needed > limit, "{needed} bytes of pages would do, and {limit} may be reserved");
+            self.context.made("shortage");
+        }
+        if self.context.rng.one_in(3) {
+            paged.trim(device_id(0), MemPoolId::DEFAULT).unwrap();
+            let again = paged.allocate_raw(request);
+            assert!(again.is_err(), "after all free pages were returned there was memory: {again:?}");
+            self.table.out_of_memory(0);
+        }
+        for _ in 0..self.context.rng.below(4) {
+            self.free();
+        }
+    }
+}
+
+/// Every byte of a page is active, free, or spare.
+pub fn check_pages(paged: &PagedAllocator, device: DeviceId) {
+    let (stats, pages) = (paged.stats(device).unwrap(), paged.page_stats(device).unwrap());
+    assert_eq!(pages.active_bytes, stats.active_bytes.all.current, "active on {device}");
+    let sum = pages.active_bytes + pages.free_mapped_bytes + pages.spare_bytes;
+    assert_eq!((sum, pages.reserved_bytes), (pages.reserved_bytes, stats.reserved_bytes.all.current), "{pages:?}");
+}

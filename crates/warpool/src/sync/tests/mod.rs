@@ -1,0 +1,3 @@
+mod capture_gate;
+pub(crate) mod models;
+mod spin_lock;
