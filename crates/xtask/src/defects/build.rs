@@ -24,14 +24,16 @@ pub struct Planted {
     pub rule: String,
     /// A test binary, and a filter of the names of its tests.
     pub test: String,
-    /// A program of `soak`: its campaign and its number, or the campaign alone if its programs differ from run to run.
+    /// A campaign of `soak` and a number of its first programs, or the campaign alone if its programs differ from run to
+    /// run.
     pub soak: String,
 }
 
 impl Planted {
-    /// Whether one program of `soak` catches it in every run.
-    pub fn has_program(&self) -> bool {
-        self.soak.contains(':')
+    /// The campaign of `soak` and the number of programs of which one catches it in every run.
+    pub fn programs(&self) -> Option<(&str, u64)> {
+        let (campaign, count) = self.soak.split_once(':')?;
+        Some((campaign, count.parse().expect("list.rs has a number after the colon")))
     }
 }
 

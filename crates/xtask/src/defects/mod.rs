@@ -1,13 +1,13 @@
 //! Whether tests, `soak` and `selftest` catch the planted defects of `crates/warpool/src/defect.rs`. A defect that
 //! tests or `soak` miss is a problem, and so is one that is found where none is planted (number 0).
 //!
-//! The short form builds the command only, and runs for each defect the one program of `soak` that `list.rs` names.
+//! The short form builds the command only, and runs for each defect the first programs of `soak` that `list.rs` names.
 
 mod build;
 mod list;
 mod run;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Duration;
 
@@ -52,8 +52,8 @@ pub fn check(root: &Path, options: &Options) -> Result<Vec<String>, String> {
         println!("{} {}: {}", planted.number, planted.name, planted.rule);
         let mut found = Vec::new();
         if options.short {
-            if planted.has_program() {
-                found.push(("soak", runner.program(planted.number, &planted.soak)?));
+            if let Some(programs) = planted.programs() {
+                found.push(("soak", runner.programs(planted.number, programs)?));
             }
         } else {
             found.push(("tests", runner.test(planted.number, &planted.test)?));
@@ -75,9 +75,13 @@ pub fn check(root: &Path, options: &Options) -> Result<Vec<String>, String> {
 fn check_none(runner: &Runner<'_>, all: &[Planted], options: &Options) -> Result<Vec<String>, String> {
     let mut found = Vec::new();
     if options.short {
-        let named = all.iter().filter(|planted| planted.has_program()).map(|planted| planted.soak.as_str());
-        for program in named.collect::<BTreeSet<&str>>() {
-            found.push((program.to_owned(), runner.program(0, program)?));
+        let mut most = BTreeMap::<&str, u64>::new();
+        for (campaign, count) in all.iter().filter_map(Planted::programs) {
+            let most = most.entry(campaign).or_default();
+            *most = count.max(*most);
+        }
+        for (campaign, count) in most {
+            found.push((format!("{count} programs of {campaign}"), runner.programs(0, (campaign, count))?));
         }
     } else {
         for test in all.iter().map(|planted| planted.test.as_str()).collect::<BTreeSet<&str>>() {

@@ -67,10 +67,9 @@ impl Runner<'_> {
         self.soak_with(defect, &["--seconds", &seconds], time + HANGS)
     }
 
-    /// The program `campaign:number`.
-    pub fn program(&self, defect: u64, program: &str) -> Result<Found, String> {
-        let (campaign, number) = program.split_once(':').ok_or_else(|| format!("no program of soak: {program:?}"))?;
-        self.soak_with(defect, &["--campaign", campaign, "--program", number], HANGS)
+    /// The first programs of a campaign, until one finds something.
+    pub fn programs(&self, defect: u64, (campaign, count): (&str, u64)) -> Result<Found, String> {
+        self.soak_with(defect, &["--campaign", campaign, "--programs", &count.to_string()], HANGS)
     }
 
     fn soak_with(&self, defect: u64, arguments: &[&str], time: Duration) -> Result<Found, String> {
