@@ -7,7 +7,7 @@
 //! use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
 //! use cudarc::nvrtc::compile_ptx;
 //! use warpool::Instance;
-//! use warpool::memory::{CachingAllocator, DeviceAllocator, Settings};
+//! use warpool::memory::{CachingAllocator, Settings};
 //! use warpool_cuda::CudaDriver;
 //! use warpool_cudarc::CudarcPool;
 //!
@@ -19,7 +19,7 @@
 //!     .load_function("twice")?;
 //!
 //! let instance = Instance::new(Arc::new(CudaDriver::open()?))?;
-//! let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
 //! let pool = CudarcPool::new(&allocator, &context)?;
 //!
 //! let mut x = pool.clone_htod(&[1.0_f32, 2.0, 3.0], &stream)?;

@@ -6,7 +6,7 @@ use cudarc::driver::{
     CudaContext, CudaStream, CudaView, CudaViewMut, DeviceRepr, DeviceSlice, HostSlice, ValidAsZeroBits,
 };
 use warpool::driver::{ForeignStream, RawHandle};
-use warpool::memory::{Allocate, DeviceAllocator};
+use warpool::memory::{Allocate, DeviceAllocator, SharedAllocator};
 use warpool::typed::{IntoView, IntoViewMut, Pod};
 use warpool::{Device, Stream};
 
@@ -27,7 +27,8 @@ pub struct CudarcPool {
 impl CudarcPool {
     /// Memory of `allocator`, which is over a `CudaDriver`, for streams of `context`, which is the primary context of
     /// its device ([`CudaContext::new`]): the one that Warpool uses too.
-    pub fn new(allocator: &Arc<dyn DeviceAllocator>, context: &Arc<CudaContext>) -> Result<Self> {
+    pub fn new(allocator: &impl SharedAllocator, context: &Arc<CudaContext>) -> Result<Self> {
+        let allocator = allocator.to_dyn();
         let instance = allocator.instance();
         let kind = instance.driver().kind();
         if kind != "cuda" {
@@ -38,7 +39,7 @@ impl CudarcPool {
         }
         let index = u32::try_from(context.ordinal()).unwrap_or(u32::MAX);
         let device = instance.device(index)?;
-        Ok(Self { allocator: Arc::clone(allocator), context: Arc::clone(context), device, adopted: Arc::default() })
+        Ok(Self { allocator, context: Arc::clone(context), device, adopted: Arc::default() })
     }
 
     /// Its allocator.

@@ -87,13 +87,13 @@ impl Subject {
         };
         let decorator = rng.below(6);
         if decorator == 0 && allocators != Allocators::Paged {
-            let limited = Arc::new(Limited::new(subject.allocator, rng.pick(&[20, 100, 400]) * MIB));
+            let limited = Arc::new(Limited::new(&subject.allocator, rng.pick(&[20, 100, 400]) * MIB));
             subject.limited = Some(limited.clone());
             subject.allocator = limited;
         }
         if decorator <= 1 {
             let panics = machine.panics.clone();
-            subject.allocator = Arc::new(Traced::new(subject.allocator, move |_, _| panics.pass()));
+            subject.allocator = Arc::new(Traced::new(&subject.allocator, move |_, _| panics.pass()));
         }
         if context.broken {
             subject.allocator =
@@ -251,7 +251,7 @@ impl Upstream for SimMemory {
 #[expect(unsafe_code, reason = "the promise of `DeviceBlock::from_raw`")]
 pub fn into_block(allocator: &Arc<dyn DeviceAllocator>, allocation: Allocation) -> DeviceBlock {
     // SAFETY: a program holds each of its allocations once: as it is, or as the block that is made here.
-    unsafe { DeviceBlock::from_raw(Arc::clone(allocator), allocation) }
+    unsafe { DeviceBlock::from_raw(allocator, allocation) }
 }
 
 /// A decorator with a defect: every 40th block is one that was returned before.

@@ -17,12 +17,12 @@ const MIB: u64 = 1 << 20;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
     let caching = Arc::new(CachingAllocator::new(&instance, Settings::default()));
-    let limited = Arc::new(Limited::new(caching, 64 * MIB));
+    let limited = Arc::new(Limited::new(&caching, 64 * MIB));
 
     println!("Thread,Time,Action,Pointer,Size,Stream");
     let driver = Arc::clone(instance.driver());
     let allocator: Arc<dyn DeviceAllocator> =
-        Arc::new(Traced::new(limited.clone(), move |call, error| log(&*driver, call, error)));
+        Arc::new(Traced::new(&limited, move |call, error| log(&*driver, call, error)));
 
     let stream = instance.device(0)?.pool_stream()?;
     let weights = allocator.allocate(40 * MIB, &stream)?;

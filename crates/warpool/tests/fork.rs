@@ -165,8 +165,8 @@ impl Busy {
         ));
         let instance = Instance::new(faulty.clone()).unwrap();
         let caching = Arc::new(CachingAllocator::new(&instance, Settings::default()));
-        let limited = Arc::new(Limited::new(caching.clone(), 1 << 40));
-        let memory: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(limited.clone(), |_, _| ()));
+        let limited = Arc::new(Limited::new(&caching, 1 << 40));
+        let memory: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(&limited, |_, _| ()));
         let pinned = HostAllocator::new(&instance, PinnedSettings::default());
         let handles = HandlePool::new(&instance, Cublas);
         Self { counting, recording, faulty, instance, memory, limited, caching, pinned, handles }

@@ -252,8 +252,8 @@ fn decorators_cap_and_trace(context: &TestContext) -> CheckResult {
         let stream = context.device().lease_stream()?;
         let calls = Arc::new(AtomicU64::new(0));
         let count = Arc::clone(&calls);
-        let limited = Arc::new(Limited::new(Arc::clone(external), 10 * MIB));
-        let allocator: SharedAllocator = Arc::new(Traced::new(limited.clone(), move |_, _| {
+        let limited = Arc::new(Limited::new(external, 10 * MIB));
+        let allocator: SharedAllocator = Arc::new(Traced::new(&limited, move |_, _| {
             count.fetch_add(1, Ordering::Relaxed);
         }));
         let block = allocator.allocate(8 * MIB, &stream)?;

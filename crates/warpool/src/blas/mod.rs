@@ -5,13 +5,13 @@
 //! # use warpool::Instance;
 //! # use warpool::driver::sim::{SimConfig, SimDriver};
 //! # use warpool::driver::{BlasMatrix, Copies as _, Sgemm};
-//! # use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, Settings};
+//! # use warpool::memory::{Allocate, CachingAllocator, Settings};
 //! use warpool::blas::{Blas, BlasSettings, forbid_tf32};
 //!
 //! # fn main() -> warpool::Result<()> {
 //! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
 //! # let device = instance.device(0)?;
-//! # let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
 //! let blas = Blas::new(&allocator, BlasSettings::default());
 //! let stream = device.pool_stream()?;
 //! let block = allocator.allocate(3 * 4, &stream)?;
@@ -76,7 +76,7 @@ use warpool_driver::{DeviceId, HandleId, Library, StreamId};
 use self::pooled_handle::{BlasKind, PooledHandle};
 use self::workspace::BlasState;
 use crate::handle::{HandlePool, ThreadHandle};
-use crate::memory::{DeviceAllocator, ObserverId};
+use crate::memory::{ObserverId, SharedAllocator};
 use crate::{Device, Instance, Result, Stream};
 
 pub use handles::{BareHandle, BlasHandle, LtHandle};
@@ -102,8 +102,9 @@ struct Shared {
 impl Blas {
     /// cuBLAS with workspaces from `allocator`. Loads nothing yet.
     #[must_use]
-    pub fn new(allocator: &Arc<dyn DeviceAllocator>, settings: BlasSettings) -> Self {
-        let state = Arc::new(BlasState::new(allocator, &settings));
+    pub fn new(allocator: &impl SharedAllocator, settings: BlasSettings) -> Self {
+        let allocator = allocator.to_dyn();
+        let state = Arc::new(BlasState::new(&allocator, &settings));
         let pool = |library| HandlePool::new(allocator.instance(), BlasKind { library, state: Arc::clone(&state) });
         let (handles, lt_handles) = (pool(Library::Blas), pool(Library::BlasLt));
         let shared = Arc::new_cyclic(|shared: &Weak<Shared>| {

@@ -26,15 +26,6 @@ pub enum BufferError {
         len: usize,
     },
 
-    /// An allocator returned less memory than a vector needs.
-    #[error("the allocator returned a block of {bytes} bytes, and the vector needs {needed}")]
-    ShortBlock {
-        /// The size of the block.
-        bytes: u64,
-        /// The size of the vector.
-        needed: u64,
-    },
-
     /// Rows that do not fit into a slice, or overlap.
     #[error(
         "{rows} rows of {columns} elements at a stride of {stride} do not fit into a slice of {len} elements; the \

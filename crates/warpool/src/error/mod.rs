@@ -9,6 +9,7 @@ mod graph;
 mod oom;
 mod page_shortage;
 mod pinned_cap;
+mod settings;
 mod size;
 mod sleep;
 
@@ -22,6 +23,7 @@ pub use graph::GraphError;
 pub use oom::{OomCause, OomReport};
 pub use page_shortage::PageShortage;
 pub use pinned_cap::PinnedCapReport;
+pub use settings::{Problem, SettingsError, Warning};
 pub use sleep::{SleepCall, SleepFailure, SleepShortage};
 
 use crate::pool_id::MemPoolId;
@@ -36,6 +38,10 @@ pub enum Error {
     /// A driver call failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
+
+    /// An invalid settings string.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
 
     /// The driver reports no device.
     #[error("the {driver} driver has no device; check that a GPU is installed and visible to this process")]
@@ -547,7 +553,7 @@ impl Error {
     }
 
     /// Whether the program passed an invalid argument: a wrong range, length, device, pointer or pool, or objects that
-    /// do not belong together. Trying again does not help.
+    /// do not belong together; an invalid settings string. Trying again does not help.
     #[must_use]
     pub const fn is_invalid_argument(&self) -> bool {
         matches!(
@@ -567,6 +573,7 @@ impl Error {
                 | Self::HandleDevice { .. }
                 | Self::HostBounds { .. }
                 | Self::UnknownTag { .. }
+                | Self::Settings(_)
                 | Self::Graph(
                     GraphError::StreamDevice { .. }
                         | GraphError::DefaultStream

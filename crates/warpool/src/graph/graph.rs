@@ -25,7 +25,7 @@ use super::open_capture::OpenCapture;
 use super::options::GraphOptions;
 use super::retired::{GraphObject, RetiredGraphs};
 use crate::error::GraphError;
-use crate::memory::{DeviceAllocator, DeviceBlock, HostBlock, MemPool};
+use crate::memory::{DeviceAllocator, DeviceBlock, HostBlock, MemPool, SharedAllocator};
 use crate::{Device, Result, Stream};
 
 /// Captured work that can be replayed any number of times.
@@ -117,10 +117,11 @@ pub(super) enum Stage {
 impl Graph {
     /// An empty graph, for streams of `device` and with memory from `allocator`, which must support private pools.
     /// Makes no driver call.
-    pub fn new(allocator: &Arc<dyn DeviceAllocator>, device: &Device, options: GraphOptions) -> Result<Self> {
+    pub fn new(allocator: &impl SharedAllocator, device: &Device, options: GraphOptions) -> Result<Self> {
+        let allocator = allocator.to_dyn();
         allocator.instance().expect_same(device.instance(), "the device")?;
         allocator.pools()?;
-        Ok(Self { allocator: Arc::clone(allocator), device: device.clone(), options, stage: Stage::New })
+        Ok(Self { allocator, device: device.clone(), options, stage: Stage::New })
     }
 
     /// Its device.

@@ -19,7 +19,7 @@ use super::callable::{Call, Callable, Input};
 use super::graph::Graph;
 use super::options::{CaptureOptions, GraphOptions};
 use crate::error::GraphError;
-use crate::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId};
+use crate::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, SharedAllocator};
 use crate::{Device, Error, Result, Stream, StreamLease};
 
 /// Options of a [`GraphedCallable`].
@@ -75,20 +75,21 @@ impl<C: Callable> GraphedCallable<C> {
     /// calls run without a graph. An error is returned only for an earlier failure: allocating the inputs, or a
     /// warm-up.
     pub fn new(
-        allocator: &Arc<dyn DeviceAllocator>,
+        allocator: &impl SharedAllocator,
         device: &Device,
         callable: C,
         shapes: impl IntoIterator<Item = C::Shape>,
         options: GraphedOptions,
     ) -> Result<Self> {
+        let allocator = allocator.to_dyn();
         allocator.instance().expect_same(device.instance(), "the device")?;
         let side_stream = device.lease_stream()?;
         let shapes = largest_first(&callable, shapes);
-        let inputs = shared_inputs(allocator, &side_stream, shapes.iter().map(|(_, bytes)| bytes.as_slice()))?;
+        let inputs = shared_inputs(&allocator, &side_stream, shapes.iter().map(|(_, bytes)| bytes.as_slice()))?;
         let bytes_inputs = inputs.iter().map(|block| block.bytes_usable()).sum();
         let mut this = Self {
             callable,
-            allocator: Arc::clone(allocator),
+            allocator,
             device: device.clone(),
             reports: Vec::new(),
             captured: Vec::new(),

@@ -6,13 +6,13 @@
 //! use warpool::driver::sim::{SimConfig, SimDriver};
 //! use warpool::driver::{Copies, Pattern};
 //! use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-//! use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, Settings};
+//! use warpool::memory::{Allocate, CachingAllocator, Settings};
 //!
 //! # fn main() -> warpool::Result<()> {
 //! let sim = Arc::new(SimDriver::new(SimConfig::default()));
 //! let instance = Instance::new(sim.clone())?;
 //! let device = instance.device(0)?;
-//! let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
 //! let stream = device.lease_stream()?; // any but the default stream
 //! let input = Arc::new(allocator.allocate(1024, &stream)?);
 //!

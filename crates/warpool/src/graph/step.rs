@@ -1,10 +1,8 @@
 //! [`Step`]: a captured graph together with the typed memory that it works on.
 
-use std::sync::Arc;
-
 use super::graph::Graph;
 use super::options::{CaptureOptions, GraphOptions};
-use crate::memory::DeviceAllocator;
+use crate::memory::SharedAllocator;
 use crate::{Result, Stream};
 
 /// Captured work and the buffers that it uses, as one value: the step of a loop that is replayed repeatedly.
@@ -38,10 +36,10 @@ use crate::{Result, Stream};
 /// # use std::sync::Arc;
 /// # use warpool::{DeviceVec, Instance, PinnedVec, driver::sim::{SimConfig, SimDriver}};
 /// # use warpool::graph::{CaptureOptions, Step};
-/// # use warpool::memory::{CachingAllocator, DeviceAllocator, HostAllocator, PinnedSettings, Settings};
+/// # use warpool::memory::{CachingAllocator, HostAllocator, PinnedSettings, Settings};
 /// # fn main() -> warpool::Result<()> {
 /// # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
-/// # let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+/// # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
 /// # let host = HostAllocator::new(&instance, PinnedSettings::default());
 /// # let stream = instance.device(0)?.lease_stream()?;
 /// let (input, output) = (PinnedVec::<u32>::zeroed(&host, 4)?, DeviceVec::<u32>::zeroed(&allocator, 4, &stream)?);
@@ -68,7 +66,7 @@ impl<B> Step<B> {
     /// Captures the work that `work` enqueues in the given stream, on the given buffers. After an error the buffers are
     /// dropped.
     pub fn capture(
-        allocator: &Arc<dyn DeviceAllocator>,
+        allocator: &impl SharedAllocator,
         stream: &Stream,
         options: CaptureOptions<'_>,
         mut buffers: B,

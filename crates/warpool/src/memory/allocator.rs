@@ -215,3 +215,46 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
 fn unsupported<T>(allocator: &'static str, what: &'static str) -> Result<T> {
     Err(Error::Unsupported { allocator, what })
 }
+
+/// An allocator in an [`Arc`]: `Arc<CachingAllocator>` or another concrete one, or `Arc<dyn DeviceAllocator>`. Whatever
+/// needs device memory takes a reference to one.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use warpool::{DeviceVec, Instance, driver::sim::{SimConfig, SimDriver}};
+/// # use warpool::graph::{Graph, GraphOptions};
+/// # use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, Settings};
+/// # fn main() -> warpool::Result<()> {
+/// # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+/// # let device = instance.device(0)?;
+/// # let stream = device.pool_stream()?;
+/// let caching = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+/// let block = caching.allocate(1 << 20, &stream)?;
+/// let values = DeviceVec::<f32>::uninit(&caching, 1000, &stream)?;
+/// let graph = Graph::new(&caching, &device, GraphOptions::default())?;
+///
+/// let any: Arc<dyn DeviceAllocator> = caching;
+/// let block = any.allocate(1 << 20, &stream)?;
+/// let values = DeviceVec::<f32>::uninit(&any, 1000, &stream)?;
+/// let graph = Graph::new(&any, &device, GraphOptions::default())?;
+/// # Ok(())
+/// # }
+/// ```
+pub trait SharedAllocator {
+    /// Another handle of the allocator, whose type is erased.
+    fn to_dyn(&self) -> Arc<dyn DeviceAllocator>;
+}
+
+impl SharedAllocator for Arc<dyn DeviceAllocator> {
+    #[inline]
+    fn to_dyn(&self) -> Arc<dyn DeviceAllocator> {
+        Arc::clone(self)
+    }
+}
+
+impl<A: DeviceAllocator + 'static> SharedAllocator for Arc<A> {
+    #[inline]
+    fn to_dyn(&self) -> Arc<dyn DeviceAllocator> {
+        Arc::<A>::clone(self)
+    }
+}

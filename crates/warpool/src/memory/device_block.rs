@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
-use super::{Allocation, DeviceAllocator, MemPool, Request};
+use super::{Allocation, DeviceAllocator, MemPool, Request, SharedAllocator};
 use crate::instance::InstanceKey;
 use crate::{Instance, Result, Stream};
 
@@ -22,16 +22,17 @@ pub struct DeviceBlock {
 
 impl DeviceBlock {
     /// Allocates memory from `allocator`.
-    pub fn allocate(allocator: &Arc<dyn DeviceAllocator>, request: Request) -> Result<Self> {
+    pub fn allocate(allocator: &impl SharedAllocator, request: Request) -> Result<Self> {
+        let allocator = allocator.to_dyn();
         let instance = allocator.instance().key();
         Self::allocate_of(allocator, instance, request)
     }
 
     /// As [`allocate`](Self::allocate), from an allocator of `instance`.
     #[inline]
-    fn allocate_of(allocator: &Arc<dyn DeviceAllocator>, instance: InstanceKey, request: Request) -> Result<Self> {
+    fn allocate_of(allocator: Arc<dyn DeviceAllocator>, instance: InstanceKey, request: Request) -> Result<Self> {
         let allocation = allocator.allocate_raw(request)?;
-        Ok(Self { allocator: Arc::clone(allocator), instance, allocation })
+        Ok(Self { allocator, instance, allocation })
     }
 
     /// Takes ownership of a raw allocation.
@@ -43,7 +44,8 @@ impl DeviceBlock {
     /// that the block describes.
     #[must_use]
     #[expect(unsafe_code, reason = "nothing can check that the memory has no other owner")]
-    pub unsafe fn from_raw(allocator: Arc<dyn DeviceAllocator>, allocation: Allocation) -> Self {
+    pub unsafe fn from_raw(allocator: &impl SharedAllocator, allocation: Allocation) -> Self {
+        let allocator = allocator.to_dyn();
         let instance = allocator.instance().key();
         Self { allocator, instance, allocation }
     }
@@ -150,39 +152,24 @@ impl fmt::Debug for DeviceBlock {
     }
 }
 
-/// Allocation of owned blocks, for allocators in an [`Arc`].
-///
-/// Any type may implement it, so a caller that relies on a block's size must check it.
-pub trait Allocate {
+/// Allocation of owned blocks from a [shared allocator](SharedAllocator).
+pub trait Allocate: SharedAllocator {
     /// Memory for work on `stream`, from the pool that the thread or the stream is routed to.
-    fn allocate(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock>;
+    #[inline]
+    fn allocate(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
+        let allocator = self.to_dyn();
+        allocator.instance().expect_same(stream.instance(), "the stream")?;
+        let instance = allocator.instance().key();
+        DeviceBlock::allocate_of(allocator, instance, Request::new(stream.device_id(), stream.id(), bytes))
+    }
 
     /// Memory from `pool`, which must belong to this allocator and to the stream's device.
-    fn allocate_in(&self, pool: &MemPool, bytes: u64, stream: &Stream) -> Result<DeviceBlock>;
-}
-
-impl Allocate for Arc<dyn DeviceAllocator> {
-    fn allocate(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
-        let instance = self.instance();
-        instance.expect_same(stream.instance(), "the stream")?;
-        DeviceBlock::allocate_of(self, instance.key(), Request::new(stream.device_id(), stream.id(), bytes))
-    }
-
     fn allocate_in(&self, pool: &MemPool, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
-        self.instance().expect_same(stream.instance(), "the stream")?;
-        pool.expect_of(&**self, stream.device_id())?;
-        DeviceBlock::allocate(self, Request::new(stream.device_id(), stream.id(), bytes).in_pool(pool.id()))
+        let allocator = self.to_dyn();
+        allocator.instance().expect_same(stream.instance(), "the stream")?;
+        pool.expect_of(&*allocator, stream.device_id())?;
+        DeviceBlock::allocate(&allocator, Request::new(stream.device_id(), stream.id(), bytes).in_pool(pool.id()))
     }
 }
 
-impl<A: DeviceAllocator + 'static> Allocate for Arc<A> {
-    fn allocate(&self, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
-        let allocator: Arc<dyn DeviceAllocator> = Arc::<A>::clone(self);
-        allocator.allocate(bytes, stream)
-    }
-
-    fn allocate_in(&self, pool: &MemPool, bytes: u64, stream: &Stream) -> Result<DeviceBlock> {
-        let allocator: Arc<dyn DeviceAllocator> = Arc::<A>::clone(self);
-        allocator.allocate_in(pool, bytes, stream)
-    }
-}
+impl<A: SharedAllocator + ?Sized> Allocate for A {}

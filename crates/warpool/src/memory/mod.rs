@@ -6,10 +6,10 @@
 //! use warpool::driver::sim::{SimConfig, SimDriver};
 //! use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, MemPool, MemPoolId, PoolOptions, Settings};
 //!
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # fn main() -> warpool::Result<()> {
 //! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
 //! let (device, settings) = (instance.device(0)?, Settings::parse("max_split_size_mb:200")?);
-//! let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, settings));
+//! let allocator = Arc::new(CachingAllocator::new(&instance, settings));
 //! let (stream, other) = (device.pool_stream()?, device.pool_stream()?);
 //!
 //! let block = allocator.allocate(3 << 20, &stream)?; // 3 MiB of a segment of 20
@@ -94,7 +94,7 @@ pub use crate::pool_id::MemPoolId;
 #[doc(hidden)]
 pub use allocation::GraphKey;
 pub use allocation::{Allocation, MappedPart, Request, SnapshotOptions};
-pub use allocator::DeviceAllocator;
+pub use allocator::{DeviceAllocator, SharedAllocator};
 pub use caching::CachingAllocator;
 pub(crate) use capture_memory::CaptureMemory;
 pub use checkpoint::{Checkpoints, PoolCheckpoint, Restored};

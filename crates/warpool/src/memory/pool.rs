@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use warpool_driver::{DeviceId, StreamId};
 
-use super::{DeviceAllocator, MemPoolId, PoolOptions, PoolUser, Route};
+use super::{DeviceAllocator, MemPoolId, PoolOptions, PoolUser, Route, SharedAllocator};
 use crate::{Device, Error, Result};
 
 /// A handle of a pool, which keeps the pool and its allocator alive. Clones share one handle.
@@ -27,11 +27,12 @@ struct PoolUse {
 
 impl MemPool {
     /// A new pool of `allocator` on `device`.
-    pub fn new(allocator: &Arc<dyn DeviceAllocator>, device: &Device, options: PoolOptions) -> Result<Self> {
+    pub fn new(allocator: &impl SharedAllocator, device: &Device, options: PoolOptions) -> Result<Self> {
+        let allocator = allocator.to_dyn();
         allocator.instance().expect_same(device.instance(), "the device")?;
         let pools = allocator.pools()?;
         let id = pools.create_pool(device.id(), options)?;
-        let created = Self::hold(allocator, device.id(), id, true);
+        let created = Self::hold(&allocator, device.id(), id, true);
         pools.release_pool(device.id(), id)?;
         created
     }
@@ -46,9 +47,10 @@ impl MemPool {
     }
 
     /// A handle of a pool that a raw call created, or of the default pool.
-    pub fn from_id(allocator: &Arc<dyn DeviceAllocator>, device: &Device, id: MemPoolId) -> Result<Self> {
+    pub fn from_id(allocator: &impl SharedAllocator, device: &Device, id: MemPoolId) -> Result<Self> {
+        let allocator = allocator.to_dyn();
         allocator.instance().expect_same(device.instance(), "the device")?;
-        Self::hold(allocator, device.id(), id, false)
+        Self::hold(&allocator, device.id(), id, false)
     }
 
     fn hold(allocator: &Arc<dyn DeviceAllocator>, device: DeviceId, id: MemPoolId, by_creator: bool) -> Result<Self> {

@@ -9,8 +9,7 @@ use bytemuck::Pod;
 use super::buffer::Buffer;
 use super::vector::vector;
 use super::view::{IntoView, IntoViewMut, Part, Sealed, View, ViewMut};
-use crate::error::BufferError;
-use crate::memory::Allocate;
+use crate::memory::{Allocate, SharedAllocator};
 use crate::{Device, Error, Result, Stream};
 
 /// Device memory with an element type and a fixed length, like `Box<[T]>` on the host. Elements are plain data
@@ -62,18 +61,15 @@ pub struct DeviceVec<T> {
 impl<T: Pod> DeviceVec<T> {
     /// `len` elements for work that begins in `stream`. Their contents are undefined until they are written.
     #[inline]
-    pub fn uninit(allocator: &impl Allocate, len: usize, stream: &Stream) -> Result<Self> {
+    pub fn uninit(allocator: &impl SharedAllocator, len: usize, stream: &Stream) -> Result<Self> {
         let bytes = byte_count::<T>(len)?;
         let block = allocator.allocate(bytes, stream)?;
-        if block.bytes() < bytes {
-            return Err(BufferError::ShortBlock { bytes: block.bytes(), needed: bytes }.into());
-        }
         Ok(Self { buffer: Buffer::device(block), len, elements: PhantomData })
     }
 
     /// `len` elements whose bytes are zero.
     #[track_caller]
-    pub fn zeroed(allocator: &impl Allocate, len: usize, stream: &Stream) -> Result<Self> {
+    pub fn zeroed(allocator: &impl SharedAllocator, len: usize, stream: &Stream) -> Result<Self> {
         let mut new = Self::uninit(allocator, len, stream)?;
         stream.fill(&mut new, T::zeroed())?;
         Ok(new)
@@ -81,7 +77,7 @@ impl<T: Pod> DeviceVec<T> {
 
     /// A copy of `values`, which is complete when this returns.
     #[track_caller]
-    pub fn from_slice(allocator: &impl Allocate, values: &[T], stream: &Stream) -> Result<Self> {
+    pub fn from_slice(allocator: &impl SharedAllocator, values: &[T], stream: &Stream) -> Result<Self> {
         let mut new = Self::uninit(allocator, values.len(), stream)?;
         stream.copy(values, &mut new)?;
         Ok(new)

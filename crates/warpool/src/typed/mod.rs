@@ -4,13 +4,13 @@
 //! ```
 //! use std::sync::Arc;
 //! use warpool::driver::sim::{SimConfig, SimDriver};
-//! use warpool::memory::{CachingAllocator, DeviceAllocator, HostAllocator, PinnedSettings, Settings};
+//! use warpool::memory::{CachingAllocator, HostAllocator, PinnedSettings, Settings};
 //! use warpool::{DeviceVec, Instance, PinnedVec};
 //!
 //! # fn main() -> warpool::Result<()> {
 //! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?; // or Arc::new(CudaDriver::open()?)
 //! // Vectors take any `Arc` of an allocator; graphs and tags take this type.
-//! let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
 //! let host = HostAllocator::new(&instance, PinnedSettings::default());
 //! let device = instance.device(0)?;
 //! let (copies, compute) = (device.lease_stream()?, device.lease_stream()?);

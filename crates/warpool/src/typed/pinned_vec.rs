@@ -57,25 +57,27 @@ pub struct PinnedVec<T> {
 }
 
 impl<T: Pod> PinnedVec<T> {
+    /// `len` elements that are not written: zero, or what the memory held before. For the target of a copy, which would
+    /// overwrite them.
+    pub fn uninit(host: &HostAllocator, len: usize) -> Result<Self> {
+        const { assert!(align_of::<T>() <= 512, "pinned memory is aligned to 512 bytes") };
+        let block = host.allocate(byte_count::<T>(len)?)?;
+        let buffer = Buffer::pinned(block, host.instance().clone());
+        Ok(Self { buffer, len, elements: PhantomData })
+    }
+
     /// `len` elements whose bytes are zero.
     pub fn zeroed(host: &HostAllocator, len: usize) -> Result<Self> {
-        let mut new = Self::allocate(host, len)?;
+        let mut new = Self::uninit(host, len)?;
         new.try_slice_mut()?.fill(T::zeroed());
         Ok(new)
     }
 
     /// A copy of `values`.
     pub fn from_slice(host: &HostAllocator, values: &[T]) -> Result<Self> {
-        let mut new = Self::allocate(host, values.len())?;
+        let mut new = Self::uninit(host, values.len())?;
         new.try_slice_mut()?.copy_from_slice(values);
         Ok(new)
-    }
-
-    fn allocate(host: &HostAllocator, len: usize) -> Result<Self> {
-        const { assert!(align_of::<T>() <= 512, "pinned memory is aligned to 512 bytes") };
-        let block = host.allocate(byte_count::<T>(len)?)?;
-        let buffer = Buffer::pinned(block, host.instance().clone());
-        Ok(Self { buffer, len, elements: PhantomData })
     }
 
     /// The elements. [`BufferError::InUse`] while a device writes them, [`BufferError::UsedByGraph`] once a captured

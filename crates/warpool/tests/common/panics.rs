@@ -149,7 +149,7 @@ fn scenario(subject: &Subject, bomb: &Arc<Bomb>) {
     let inner = &subject.allocator;
     attach(&**inner, bomb);
     let log = Arc::clone(bomb);
-    let traced: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(Arc::clone(inner), move |_, _| log.tick()));
+    let traced: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(inner, move |_, _| log.tick()));
     let device = subject.instance.device(0).unwrap();
     let [main, side] = [(); 2].map(|()| device.pool_stream().unwrap());
     for allocator in [inner, &traced] {

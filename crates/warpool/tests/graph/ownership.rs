@@ -160,7 +160,7 @@ fn a_pool_of_another_allocator_is_refused() {
     let elsewhere = Error::PoolDevice { pool: mine.id(), owner: FIRST, device: far.device_id() };
     assert_eq!(any.allocate_in(&mine, 512, &far).map(drop), Err(elsewhere));
     // Seen through a decorator, it is the same pool.
-    let limited: Arc<dyn DeviceAllocator> = Arc::new(Limited::new(any.clone(), MIB));
+    let limited: Arc<dyn DeviceAllocator> = Arc::new(Limited::new(&any, MIB));
     drop(limited.allocate_in(&mine, 512, &fixture.side).unwrap());
     assert_eq!(limited.allocate_in(&foreign, 512, &fixture.side).map(drop), Err(refused));
     let mut through = Graph::new(&limited, &device, GraphOptions::default()).unwrap();
@@ -236,7 +236,7 @@ fn raw_frees_do_not_free_the_blocks_of_a_graph() {
         if let Ok(found) = allocator.find(ptr) {
             assert_eq!(allocator.free(found), held);
             // SAFETY: its owner does not free it: a graph holds it, and the drop frees nothing.
-            drop(unsafe { DeviceBlock::from_raw(allocator.clone(), found) });
+            drop(unsafe { DeviceBlock::from_raw(&allocator, found) });
             assert_eq!(allocator.find(ptr), Ok(found), "it is still allocated");
         }
     }
@@ -298,7 +298,7 @@ fn a_panic_while_a_graph_is_dropped_loses_no_use() {
             assert!(!is_use || !panics.swap(false, Ordering::Relaxed), "on purpose");
         }
     };
-    let traced: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(fixture.context.any(), on_call));
+    let traced: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(&fixture.context.any(), on_call));
     let (owner, replays) = (fixture.context.side_stream(), fixture.context.side_stream());
     let blocks = [0; 3].map(|_| traced.allocate(4 * MIB, &owner).unwrap());
     let ptrs = [0, 1, 2].map(|at: usize| blocks[at].ptr());

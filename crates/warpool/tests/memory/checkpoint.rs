@@ -344,7 +344,7 @@ fn a_stale_block_frees_nothing() {
     assert_ne!(context.alloc_in(pool.id(), 4 * MIB).ptr, ptr);
     // Nor does it free an allocation of another owner there.
     // SAFETY: no typed memory is built on it. It is freed below, and the drop finds nothing.
-    let stale = unsafe { DeviceBlock::from_raw(context.any(), restored) };
+    let stale = unsafe { DeviceBlock::from_raw(&context.any(), restored) };
     context.free(restored);
     let next = context.alloc_in(pool.id(), 4 * MIB);
     assert_eq!(next.ptr, ptr);

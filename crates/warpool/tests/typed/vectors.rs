@@ -2,7 +2,11 @@
 
 use std::sync::Arc;
 
-use warpool::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool};
+use warpool::blas::{Blas, BlasSettings};
+use warpool::graph::{CaptureOptions, Graph, GraphOptions, Step};
+use warpool::memory::{
+    CachingAllocator, DeviceAllocator, Limited, MemPool, PoolOptions, Settings, SharedAllocator, Tags, Traced,
+};
 use warpool::typed::BufferError;
 use warpool::{DeviceVec, Error, PinnedVec, Result, Stream};
 
@@ -154,27 +158,64 @@ fn empty_vectors_need_no_driver_call() -> Result<()> {
     gpu.finish()
 }
 
-/// A user's allocator: the trait is safe to implement, and its blocks may be too short.
-struct Short(Arc<dyn DeviceAllocator>);
-
-impl Allocate for Short {
-    fn allocate(&self, _: u64, stream: &Stream) -> Result<DeviceBlock> {
-        self.0.allocate(512, stream)
+/// Every constructor takes a concrete allocator as well as an erased one, by the same expression.
+#[test]
+fn constructors_take_every_shared_allocator() -> Result<()> {
+    fn all(gpu: &Fixture, allocator: &impl SharedAllocator) -> Result<()> {
+        let (device, stream) = (gpu.instance.device(0)?, gpu.stream()?);
+        let options = GraphOptions::default();
+        let pool = MemPool::new(allocator, &device, PoolOptions::default())?;
+        assert_eq!(MemPool::from_id(allocator, &device, pool.id())?.id(), pool.id());
+        pool.close()?;
+        let blas = Blas::new(allocator, BlasSettings::default());
+        Graph::new(allocator, &device, options)?;
+        Tags::new(allocator, &gpu.host)?;
+        let traced = Arc::new(Traced::new(&Arc::new(Limited::new(allocator, 1 << 30)), |_, _| {}));
+        for values in [
+            DeviceVec::from_slice(allocator, &[1_u32, 2, 3], &stream)?,
+            DeviceVec::from_slice(&traced, &[1_u32, 2, 3], &stream)?,
+        ] {
+            let mut zeroed = DeviceVec::<u32>::zeroed(allocator, 3, &stream)?;
+            stream.copy(&values, &mut zeroed)?;
+            let capture = |stream: &Stream, buffers: &mut DeviceVec<u32>| stream.fill(buffers, 7);
+            let step = Step::capture(allocator, &stream, CaptureOptions::default(), zeroed, capture)?;
+            step.replay(&stream)?;
+            assert_eq!(step.buffers().to_vec(&stream)?, [7; 3]);
+        }
+        drop(blas);
+        Ok(())
     }
-
-    fn allocate_in(&self, pool: &MemPool, _: u64, stream: &Stream) -> Result<DeviceBlock> {
-        self.0.allocate_in(pool, 512, stream)
-    }
+    let gpu = Fixture::new()?;
+    let concrete = Arc::new(CachingAllocator::new(&gpu.instance, Settings::default()));
+    let any: Arc<dyn DeviceAllocator> = concrete.clone();
+    all(&gpu, &concrete)?;
+    all(&gpu, &any)?;
+    gpu.finish()
 }
 
-/// Issue 18: a vector of 1,024 elements in 512 bytes overwrote its neighbour.
+/// The contents of memory that was used before are whatever it held, and are not read from a device.
 #[test]
-fn a_block_that_is_too_short_is_refused() -> Result<()> {
+fn pinned_memory_can_be_left_unwritten() -> Result<()> {
     let gpu = Fixture::new()?;
     let stream = gpu.stream()?;
-    let short = Short(gpu.allocator.clone());
-    let error = DeviceVec::<u32>::uninit(&short, 1024, &stream).unwrap_err();
-    assert_eq!(error, BufferError::ShortBlock { bytes: 512, needed: 4096 }.into());
-    assert_eq!(DeviceVec::<u32>::zeroed(&short, 128, &stream)?.to_vec(&stream)?, [0; 128], "it fits");
+    let values = DeviceVec::from_slice(&gpu.allocator, &[5_u16; 100], &stream)?;
+    let mut target = PinnedVec::<u16>::uninit(&gpu.host, 100)?;
+    stream.copy(&values, &mut target)?;
+    assert_eq!(target.wait()?, [5; 100]);
+    assert!(PinnedVec::<u16>::uninit(&gpu.host, 0)?.is_empty());
+    assert!(PinnedVec::<u16>::uninit(&gpu.host, usize::MAX).unwrap_err().is_invalid_argument());
     gpu.finish()
+}
+
+/// `?` turns an invalid settings string into the crate's error, with the same message.
+#[test]
+fn an_invalid_settings_string_is_an_error_of_the_crate() -> Result<()> {
+    fn parse(string: &str) -> Result<Settings> {
+        Ok(Settings::parse(string)?)
+    }
+    parse("expandable_segments:True")?;
+    let error = parse("max_splt_size_mb:200").unwrap_err();
+    assert!(error.is_invalid_argument(), "{error}");
+    assert_eq!(error.to_string(), Settings::parse("max_splt_size_mb:200").unwrap_err().to_string());
+    Ok(())
 }

@@ -26,12 +26,12 @@ const ALLOCATORS: &[(&str, Make)] = &[
     ("driver-pool", |instance| Arc::new(DriverPoolAllocator::new(instance))),
     ("pluggable", |instance| Arc::new(pluggable(instance))),
     ("limited", |instance| {
-        Arc::new(Limited::new(Arc::new(CachingAllocator::new(instance, Settings::default())), u64::MAX))
+        Arc::new(Limited::new(&Arc::new(CachingAllocator::new(instance, Settings::default())), u64::MAX))
     }),
-    ("traced", |instance| Arc::new(Traced::new(Arc::new(pluggable(instance)), |_, _| {}))),
+    ("traced", |instance| Arc::new(Traced::new(&Arc::new(pluggable(instance)), |_, _| {}))),
     ("traced, limited", |instance| {
-        let limited = Limited::new(Arc::new(DriverPoolAllocator::new(instance)), u64::MAX);
-        Arc::new(Traced::new(Arc::new(limited), |_, _| {}))
+        let limited = Limited::new(&Arc::new(DriverPoolAllocator::new(instance)), u64::MAX);
+        Arc::new(Traced::new(&Arc::new(limited), |_, _| {}))
     }),
 ];
 

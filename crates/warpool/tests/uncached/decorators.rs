@@ -47,7 +47,7 @@ fn oom_report(outcome: Result<DeviceBlock>) -> OomReport {
 #[test]
 fn the_hot_path_does_not_bypass_a_decorator() {
     let context = TestContext::new();
-    let limited = Arc::new(Limited::new(Arc::clone(&context.caching), 10 * MIB));
+    let limited = Arc::new(Limited::new(&context.caching, 10 * MIB));
     let request = Request::new(DEVICE, context.stream.id(), MIB);
     context.caching.free_raw(context.caching.allocate_raw(request).unwrap().ptr).unwrap();
     assert_eq!(limited.allocate_cached(&request), None);
@@ -61,7 +61,7 @@ fn the_hot_path_does_not_bypass_a_decorator() {
 #[test]
 fn a_cap_limits_allocated_bytes() {
     let context = TestContext::new();
-    let limited = Arc::new(Limited::new(Arc::clone(&context.caching), 10 * MIB));
+    let limited = Arc::new(Limited::new(&context.caching, 10 * MIB));
     let any: Arc<dyn DeviceAllocator> = limited.clone();
     let observed = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&observed);
@@ -107,7 +107,7 @@ fn a_cap_limits_allocated_bytes() {
 
     // A failed request counts nothing.
     assert!(matches!(any.allocate(u64::MAX, &context.stream), Err(Error::OutOfMemory(_))));
-    let wide = Limited::new(Arc::clone(&context.caching), u64::MAX);
+    let wide = Limited::new(&context.caching, u64::MAX);
     assert!(wide.allocate_raw(Request::new(DEVICE, context.stream.id(), 1 << 50)).is_err());
     assert_eq!((wide.bytes_allocated(), limited.bytes_allocated()), (0, 0));
     context.finish();
@@ -116,7 +116,7 @@ fn a_cap_limits_allocated_bytes() {
 #[test]
 fn threads_stay_below_the_cap() {
     let context = TestContext::new();
-    let limited = Arc::new(Limited::new(Arc::clone(&context.caching), 8 * MIB));
+    let limited = Arc::new(Limited::new(&context.caching, 8 * MIB));
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -145,7 +145,7 @@ fn every_call_is_traced() {
     let context = TestContext::new();
     let calls = Arc::new(Mutex::new(Vec::<(AllocatorCall, Option<Error>)>::new()));
     let log = Arc::clone(&calls);
-    let traced: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(Arc::clone(&context.caching), move |call, error| {
+    let traced: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(&context.caching, move |call, error| {
         log.lock().unwrap().push((call.clone(), error.cloned()));
     }));
     let request = Request::new(DEVICE, context.stream.id(), 1000);
@@ -181,8 +181,8 @@ fn every_call_is_traced() {
 #[test]
 fn decorators_nest_and_serve_graphs() {
     let context = TestContext::new();
-    let limited = Arc::new(Limited::new(Arc::clone(&context.caching), MIB));
-    let any: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(limited.clone(), |_, _| {}));
+    let limited = Arc::new(Limited::new(&context.caching, MIB));
+    let any: Arc<dyn DeviceAllocator> = Arc::new(Traced::new(&limited, |_, _| {}));
     assert_eq!((any.name(), any.instance()), ("traced", &context.instance));
     assert!(format!("{any:?}").contains("Limited"), "{any:?}");
     let device = context.instance.device(0).unwrap();

@@ -8,7 +8,7 @@ use warpool_driver::MemoryInfo;
 
 use super::{Decorator, FreeCall};
 use crate::memory::shortage::Shortage;
-use crate::memory::{Allocation, DeviceAllocator, OomCause, Request};
+use crate::memory::{Allocation, DeviceAllocator, OomCause, Request, SharedAllocator};
 use crate::{Error, Result, lock};
 
 /// An allocator that caps the bytes allocated through it, on all devices together, by requested size.
@@ -70,8 +70,8 @@ impl Drop for InFlight<'_> {
 impl Limited {
     /// A decorator of `inner` that allows at most `bytes_cap` bytes.
     #[must_use]
-    pub fn new(inner: Arc<dyn DeviceAllocator>, bytes_cap: u64) -> Self {
-        Self { inner, bytes_cap, table: Mutex::default() }
+    pub fn new(inner: &impl SharedAllocator, bytes_cap: u64) -> Self {
+        Self { inner: inner.to_dyn(), bytes_cap, table: Mutex::default() }
     }
 
     /// The cap in bytes.

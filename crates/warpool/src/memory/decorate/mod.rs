@@ -1,8 +1,8 @@
 //! Decorators: allocators that wrap another allocator and add one thing, as RMM's resource adaptors do. [`Limited`]
 //! caps the allocated bytes, [`Traced`] passes every call to a function.
 //!
-//! They nest: `Traced::new(Arc::new(Limited::new(caching, cap)), log)`. A block keeps the outermost allocator, the one
-//! that it was requested from, so its free passes through all decorators. Private pools belong to the innermost
+//! They nest: `Traced::new(&Arc::new(Limited::new(&caching, cap)), log)`. A block keeps the outermost allocator, the
+//! one that it was requested from, so its free passes through all decorators. Private pools belong to the innermost
 //! allocator, and calls about them go directly there. Allocation at a given address, checkpoints and the hot path would
 //! bypass the decorator, and are not forwarded.
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{AllocatorCall, Decorator};
 use crate::Error;
-use crate::memory::DeviceAllocator;
+use crate::memory::{DeviceAllocator, SharedAllocator};
 
 /// An allocator that passes every allocation, free, recorded use and trim to a function: for logs, counters and
 /// profilers. Calls about private pools are not reported.
@@ -20,10 +20,10 @@ impl Traced {
     /// Calls `on_call` after each call of `inner`, with the error if it failed: on the caller's thread, without a lock,
     /// also in destructors. It may call the allocator.
     pub fn new(
-        inner: Arc<dyn DeviceAllocator>,
+        inner: &impl SharedAllocator,
         on_call: impl Fn(&AllocatorCall, Option<&Error>) + Send + Sync + 'static,
     ) -> Self {
-        Self { inner, on_call: Box::new(on_call) }
+        Self { inner: inner.to_dyn(), on_call: Box::new(on_call) }
     }
 }
 

@@ -26,7 +26,7 @@ type Free = Box<dyn Fn(DevicePtr, u64, DeviceId, RawStream) -> Result<()> + Send
 ///     move |bytes, device, _stream| Ok(allocates.mem_alloc(device, bytes).ok()),
 ///     move |ptr, _bytes, _device, _stream| Ok(frees.mem_free(ptr)?),
 /// );
-/// let allocator: Arc<dyn DeviceAllocator> = Arc::new(PluggableAllocator::new(&instance, Arc::new(external))?);
+/// let allocator = Arc::new(PluggableAllocator::new(&instance, Arc::new(external))?);
 ///
 /// let device = instance.device(0)?;
 /// let block = allocator.allocate(1000, &device.pool_stream()?)?;

@@ -4,10 +4,10 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use super::error::{Problem, SettingsError, Warning};
 use super::keys::{KEYS, Key, KeyInfo};
 use super::reader::{self, Mode};
 use super::{Backend, Settings};
+use crate::error::{Problem, SettingsError, Warning};
 
 /// The result of linting a settings string. `Display` is a report for people.
 #[derive(Clone, Debug, PartialEq)]

@@ -5,7 +5,6 @@
 //!
 //! The keys and the grammar are listed at [`Settings`].
 
-mod error;
 mod keys;
 mod lint;
 #[cfg(test)]
@@ -19,7 +18,7 @@ mod value;
 
 use std::collections::BTreeMap;
 
-pub use error::{Problem, SettingsError, Warning};
+pub use crate::error::{Problem, SettingsError, Warning};
 pub use lint::{Lint, Origin, SettingValue, lint};
 
 use reader::Mode;

@@ -3,10 +3,10 @@
 
 use std::collections::BTreeMap;
 
-use super::error::{Problem, Warning};
 use super::keys::{Key, suggestion};
 use super::syntax::{Value, Word, entries, problem};
 use super::{Backend, MIB, Settings, value};
+use crate::error::{Problem, Warning};
 
 /// The purpose for which a string is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

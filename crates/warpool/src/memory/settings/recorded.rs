@@ -4,9 +4,9 @@
 //! strings may have set them, and other versions have other defaults.
 
 use super::Settings;
-use super::error::{Problem, SettingsError, Warning};
 use super::keys::Key;
 use super::reader::{self, Mode};
+use crate::error::{Problem, SettingsError, Warning};
 use crate::memory::RecordedSettings;
 
 impl Settings {

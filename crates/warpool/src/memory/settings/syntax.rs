@@ -1,7 +1,7 @@
 //! The grammar of settings strings: entries of a key and a value, which is a word or a list of pairs, each with its
 //! position. White space is dropped everywhere, even inside a word. The meaning of keys and values is not checked here.
 
-use super::error::Problem;
+use crate::error::Problem;
 
 /// A word with its position.
 #[derive(Clone, Debug)]

@@ -11,7 +11,7 @@
 //! # fn main() -> warpool::Result<()> {
 //! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
 //! let (device, host) = (instance.device(0)?, HostAllocator::new(&instance, PinnedSettings::default()));
-//! let allocator: Arc<dyn DeviceAllocator> = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
 //! let (stream, tags) = (device.pool_stream()?, Tags::new(&allocator, &host)?);
 //!
 //! let weights = {

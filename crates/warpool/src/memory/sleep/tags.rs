@@ -11,7 +11,7 @@ use super::shared::{Shared, TagPool, TagPools};
 use super::{going, waking};
 use crate::error::SleepCall;
 use crate::memory::{
-    DeviceAllocator, HostAllocator, MemPool, MemPoolId, PoolOptions, Route, ScopeId, Snapshot, Upstream,
+    HostAllocator, MemPool, MemPoolId, PoolOptions, Route, ScopeId, SharedAllocator, Snapshot, Upstream,
 };
 use crate::{Device, Error, Result, lock};
 
@@ -25,7 +25,8 @@ pub struct Tags(Arc<Shared>);
 impl Tags {
     /// The tags of `allocator`, with pinned memory of `host` for contents. [`Error::Unsupported`] if its pools cannot
     /// sleep, as with allocators without a cache.
-    pub fn new(allocator: &Arc<dyn DeviceAllocator>, host: &HostAllocator) -> Result<Self> {
+    pub fn new(allocator: &impl SharedAllocator, host: &HostAllocator) -> Result<Self> {
+        let allocator = allocator.to_dyn();
         let instance = allocator.instance();
         instance.expect_same(host.instance(), "the host allocator")?;
         let unsupported = Error::Unsupported { allocator: allocator.name(), what: "memory that sleeps" };
@@ -34,7 +35,7 @@ impl Tags {
             Ok(_) | Err(Error::Unsupported { .. }) => return Err(unsupported),
             Err(error) => return Err(error),
         }
-        Ok(Self(Arc::new(Shared::new(Arc::clone(allocator), host.clone()))))
+        Ok(Self(Arc::new(Shared::new(allocator, host.clone()))))
     }
 
     /// The tag with that name on a device, created if necessary. [`Error::Unsupported`] on a device without virtual
