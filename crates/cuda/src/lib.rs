@@ -313,6 +313,11 @@ impl Driver for CudaDriver {
     }
 }
 
+/// Compiles the example of the package's README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct PackageReadme;
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -28,3 +28,8 @@ pub use id::{
 pub use pages::{ClaimedRange, HostPages, HostRange};
 #[doc(hidden)]
 pub use panic::discard_panic;
+
+/// Compiles and runs the example of the package's README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct PackageReadme;

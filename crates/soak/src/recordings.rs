@@ -19,9 +19,9 @@ use crate::rng::Rng;
 
 /// Small recordings of real programs, as they are and decompressed.
 const EMBEDDED: [&[u8]; 3] = [
-    include_bytes!("../../../recordings/device_full.expandable.pickle.xz"),
-    include_bytes!("../../../recordings/graphs.native.pickle.xz"),
-    include_bytes!("../../../recordings/mempool.native.pickle.xz"),
+    include_bytes!("../recordings/device_full.expandable.pickle.xz"),
+    include_bytes!("../recordings/graphs.native.pickle.xz"),
+    include_bytes!("../recordings/mempool.native.pickle.xz"),
 ];
 /// By how much the peak of this process's memory may grow in one program.
 const BYTES_GROWTH: u64 = 1 << 30;

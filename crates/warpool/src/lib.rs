@@ -103,7 +103,12 @@ pub use instance::{
 pub(crate) use sync::lock;
 pub use typed::{DeviceVec, PinnedVec};
 
-/// Compiles and runs the examples of the README.
+/// Compiles and runs the example of the package's README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct PackageReadme;
+
+/// The same for the repository's README.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct ReadmeExamples;
