@@ -9,11 +9,11 @@
   left out. White space does not count.
 * `python` is run with the package of this repository. An expression whose comment begins with a literal
   (`found.verdict   # 'fragmentation'`) must have that value.
-* `rust` is compiled and run by `cargo test`: the page must be one of those in crates/warpool/src/lib.rs.
+* `rust` is compiled and run by `cargo test` (`no_run`: only compiled): the library must include the page.
 * `c`: the blocks of a page are compiled, as one file. `toml` is parsed.
 
 A block that cannot run here says so behind its language, and is counted: `gpu` needs a GPU, `torch` needs PyTorch,
-`slow` takes minutes (`--slow` runs it). Of these, syntax is checked, and whether the options of `warpool` and the files
+`slow` takes minutes (`--slow` runs it), `published` needs published crates. Of these, syntax is checked, and whether the options of `warpool` and the files
 that they name exist. `--list` names them, and the commands that took longest.
 
 Needs Python 3.9. Exit status: 0, 1 if a block fails, 2 on wrong usage.
@@ -36,7 +36,12 @@ from io import StringIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-MARKS = {"gpu": "needs a GPU", "torch": "needs PyTorch", "slow": "takes minutes"}
+MARKS = {
+    "gpu": "needs a GPU",
+    "torch": "needs PyTorch",
+    "slow": "takes minutes",
+    "published": "needs published crates; scripts/publish runs it from a registry of its own",
+}
 LANGUAGES = {"sh", "text", "python", "rust", "c", "toml"}
 # The names of recordings in the text.
 RECORDINGS = {
@@ -230,7 +235,7 @@ class Book:
     def check(self, found, is_slow):
         runnable = [block for block in found if not self.set_aside(block, is_slow)]
         for block in found:
-            if block.language not in LANGUAGES or set(block.marks) - set(MARKS):
+            if block.language not in LANGUAGES or set(block.marks) - set(MARKS) - {"no_run"}:
                 self.fail(block, f"unknown language or mark: {block.language!r}, {block.marks}")
         self.run_shell(runnable)
         self.compare_outputs(found, runnable)
@@ -259,7 +264,7 @@ class Book:
         if is_slow and block.language in ("sh", "python"):
             # The others were run without `--slow`.
             return block.marks != ["slow"]
-        if not block.marks:
+        if not block.marks or block.language == "rust":
             return False
         self.marked.append(block)
         for mark in block.marks:
@@ -362,11 +367,13 @@ class Book:
             self.fail(block, messages[-2000:])
 
     def rust(self, found):
-        included = (ROOT / "crates/warpool/src/lib.rs").read_text()
         for block in found:
             self.counts["Rust blocks compiled by cargo test"] += 1
-            if f'include_str!("../../../{block.page}")' not in included:
-                self.fail(block, "crates/warpool/src/lib.rs does not include the page, so nothing compiles it")
+            of_crate = re.fullmatch(r"(crates/[a-z]+)/README.md", block.page)
+            library = f"{of_crate.group(1)}/src/lib.rs" if of_crate else "crates/warpool/src/lib.rs"
+            included = "../README.md" if of_crate else f"../../../{block.page}"
+            if f'include_str!("{included}")' not in (ROOT / library).read_text():
+                self.fail(block, f"{library} does not include the page, so nothing compiles it")
 
     def compile_c(self, found):
         compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
