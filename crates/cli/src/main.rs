@@ -18,6 +18,8 @@ mod info;
 mod inputs;
 mod output;
 mod processes;
+#[cfg(test)]
+mod reference;
 mod replay;
 mod selftest;
 mod settings;

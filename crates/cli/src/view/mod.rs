@@ -28,7 +28,7 @@ use crate::size;
     Exit status: 0 success, 2 the file cannot be read, or the page cannot be written.\n\n\
     Examples:\n  \
     warpool view oom.pickle -o report.html\n  \
-    warpool view ranks.pickle --device 3\n  \
+    warpool view train.pickle --device 0\n  \
     warpool view oom.pickle --json")]
 pub struct Args {
     /// The recording; `-` is the standard input

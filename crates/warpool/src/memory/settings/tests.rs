@@ -435,3 +435,61 @@ fn the_docs_list_the_keys() {
     }
     assert_eq!(docs.matches("- `").count(), KEYS.len(), "one entry for each key");
 }
+
+/// The page of the book, made from the table of keys.
+fn page_of_the_book() -> String {
+    let mut page = "\
+<!-- Generated from the table of keys by crates/warpool/src/memory/settings/tests.rs. Do not edit. -->
+
+# Settings
+
+A settings string is a list of `key:value`, separated by commas, in the grammar of PyTorch's `PYTORCH_CUDA_ALLOC_CONF`.
+White space is ignored. A value is a word or a list `[name:value,name:value]`. An unknown key, a wrong value and a wrong
+delimiter are errors, and an invalid string changes nothing.
+
+Under PyTorch settings come from the argument of `warpool.torch.enable`, or else from the environment variable
+`WARPOOL_CONF`; either is applied on top of `PYTORCH_CUDA_ALLOC_CONF`. In Rust `Settings::parse` reads them, in C
+`warpool_set_settings`. `warpool settings` explains a string:
+
+```sh
+warpool settings expandable_segments:True,garbage_collection_threshold:0.8
+```
+
+A *reset* key is set to its default by every further string that does not name it; the others keep their values.
+*Effect* names the backends that a key has an effect on.
+
+| key | values | default | effect | meaning |
+|---|---|---|---|---|
+"
+    .to_owned();
+    let defaults = Settings::default();
+    for info in &KEYS {
+        let default = info.key.value(&defaults).unwrap_or_else(|| info.unset.to_owned());
+        let effect: Vec<String> = info.backends.iter().map(|backend| format!("`{}`", backend.name())).collect();
+        let effect = if info.backends.len() == Backend::ALL.len() { "all".to_owned() } else { effect.join(", ") };
+        let alias = info.alias.map_or_else(String::new, |alias| format!("; alias `{alias}`"));
+        let reset = if info.resets { "; reset" } else { "" };
+        page.push_str(&format!(
+            "| `{}` | {} | {default} | {effect} | {}{reset}{alias} |\n",
+            info.name,
+            info.expects.replace('[', "\\[").replace('>', "\\>"),
+            info.meaning
+        ));
+    }
+    page
+}
+
+/// WARPOOL_WRITE_REFERENCE=1 writes the page.
+#[test]
+fn the_page_of_the_book_is_up_to_date() {
+    let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/reference/settings.md");
+    let page = page_of_the_book();
+    if std::env::var_os("WARPOOL_WRITE_REFERENCE").is_some() {
+        std::fs::write(&file, &page).expect("the page can be written");
+    }
+    assert!(
+        std::fs::read_to_string(&file).unwrap_or_default() == page,
+        "docs/reference/settings.md is out of date: \
+         WARPOOL_WRITE_REFERENCE=1 cargo test -p warpool --lib the_page_of_the_book"
+    );
+}
