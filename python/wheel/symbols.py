@@ -23,7 +23,7 @@ Version = Tuple[int, ...]
 _GLIBC: Version = (2, 28)
 _LINUX = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"}
 _BESIDE_PYTORCH = {"libstdc++.so.6", "libc10.so", "libc10_cuda.so", "libtorch_cpu.so"}
-_MACOS = {"/usr/lib/libSystem.B.dylib", "/usr/lib/libiconv.2.dylib", "/usr/lib/libobjc.A.dylib"}
+_MACOS = {f"/usr/lib/{name}.dylib" for name in ("libSystem.B", "libiconv.2", "libcharset.1")}
 # Of Windows 10, without a runtime that has to be installed.
 _WINDOWS = {"kernel32.dll", "ntdll.dll", "userenv.dll", "ws2_32.dll", "advapi32.dll", "bcryptprimitives.dll"}
 _WINDOWS |= {"msvcrt.dll", "user32.dll", "shell32.dll", "bcrypt.dll", "ole32.dll", "synchronization.dll"}
@@ -82,21 +82,22 @@ def newest_of_pytorch(folder: Path) -> Dict[str, Version]:
 def macho_violations(name: str, binary: lief.MachO.Binary, kind: Kind, _: Path) -> List[str]:
     """What is wrong with a file for macOS."""
     limit = parsed(".".join(kind.tag.split("_")[1:3]))
-    commands = [*(found.minos for found in [binary.build_version] if found), *(
-        found.version for found in [binary.version_min] if found
-    )]
-    found = [] if commands else [f"{name} does not say which macOS it needs"]
-    found += [f"{name} needs macOS {dotted(each)}, and the tag says {dotted(limit)}" for each in commands
-              if tuple(each[:2]) > limit]
-    linked = [library.name for library in binary.libraries]
-    own = f"@rpath/{Path(name).name}"
-    return found + [f"{name} is linked to {each}" for each in linked if each not in _MACOS and each != own]
+    oldest = [command.minos for command in [binary.build_version] if command]
+    oldest += [command.version for command in [binary.version_min] if command]
+    found = [] if oldest else [f"{name} does not say which macOS it needs"]
+    for version in oldest:
+        if tuple(version[:2]) > limit:
+            found.append(f"{name} needs macOS {dotted(tuple(version))}, and the tag says {dotted(limit)}")
+    # A shared object's list begins with its own name.
+    allowed = {*_MACOS, f"@rpath/{Path(name).name}"}
+    return found + [f"{name} is linked to {each.name}" for each in binary.libraries if each.name not in allowed]
 
 
 def pe_violations(name: str, binary: lief.PE.Binary, _: Kind, __: Path) -> List[str]:
     """What is wrong with a file for Windows."""
     linked = [library.name.lower() for library in binary.imports]
-    return [f"{name} is linked to {each}" for each in linked if each not in _WINDOWS and not each.startswith("api-ms-win-")]
+    allowed = ("api-ms-win-", *_WINDOWS)
+    return [f"{name} is linked to {each}" for each in linked if not each.startswith(allowed)]
 
 
 _COMMAND = "{}.data/scripts/warpool"
@@ -125,17 +126,10 @@ def machine_of(binary: lief.Binary) -> object:
 
 
 def is_stripped(binary: lief.Binary) -> bool:
-    """Whether a file has neither names of local functions nor debug information."""
+    """Whether a file has no debug information, and an ELF file no symbol table other than the dynamic one."""
     if any(section.name.startswith((".debug_", "__debug_")) for section in binary.sections):
         return False
-    if isinstance(binary, lief.ELF.Binary):
-        return not binary.has_section(".symtab")
-    # What the loader needs, imports and exports, stays in the table of a stripped file.
-    return not (isinstance(binary, lief.MachO.Binary) and any(
-        symbol.origin == lief.MachO.Symbol.ORIGIN.LC_SYMTAB and symbol.category == lief.MachO.Symbol.CATEGORY.LOCAL
-        and symbol.name not in ("", "radr://5614542")
-        for symbol in binary.symbols
-    ))
+    return not (isinstance(binary, lief.ELF.Binary) and binary.has_section(".symtab"))
 
 
 def parse(content: bytes) -> "lief.Binary | None":
