@@ -1,6 +1,7 @@
 """`python -m warpool`: the command `warpool` of the installed wheel."""
 
 import os
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Iterator
 def _folders() -> Iterator[Path]:
     """Where installers put a wheel's commands."""
     yield Path(sysconfig.get_path("scripts"))
-    yield Path(sysconfig.get_path("scripts", scheme="posix_user"))
+    yield Path(sysconfig.get_path("scripts", scheme="nt_user" if sys.platform == "win32" else "posix_user"))
     site = Path(__file__).resolve().parent.parent
     # Beside the package with `pip install --target`, and with `--prefix` three folders up.
     yield site / "bin"
@@ -18,12 +19,16 @@ def _folders() -> Iterator[Path]:
 
 
 def main() -> int:
-    """Replaces this process by the command; returns only if it is not there."""
+    """Runs the command in place of this process; on Windows, beside it."""
     for folder in _folders():
-        command = folder / "warpool"
+        command = folder / ("warpool.exe" if sys.platform == "win32" else "warpool")
         # A wheel's command is an executable; a script of an entry point would be Python, and call this again.
-        if command.is_file() and command.open("rb").read(4) == b"\x7fELF":
-            os.execv(command, [str(command), *sys.argv[1:]])
+        if not command.is_file() or command.open("rb").read(2) == b"#!":
+            continue
+        if sys.platform == "win32":
+            # There, exec would return to the shell before the command has ended.
+            return subprocess.call([str(command), *sys.argv[1:]])
+        os.execv(command, [str(command), *sys.argv[1:]])
     looked = ", ".join(str(folder) for folder in _folders())
     print(
         f"the command `warpool` is not installed with this package (looked in {looked}): install the wheel with pip, "

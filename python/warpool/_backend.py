@@ -6,7 +6,6 @@ PyTorch ships, into a cache folder. It has no Python in it, so one serves every 
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import os
 import re
@@ -245,6 +244,9 @@ def _sources() -> List[Path]:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds the lock of that file. A process that is killed lets go of it."""
+    # Not on Windows, where there are no backends.
+    import fcntl
+
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

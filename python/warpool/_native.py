@@ -7,6 +7,7 @@ PyTorch.
 import ctypes
 import operator
 import os
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
@@ -46,6 +47,11 @@ def library_path() -> str:
         return str(Path(named).resolve())
     packaged = Path(__file__).resolve().parent / "libwarpool_torch.so"
     if not packaged.is_file():
+        if not sys.platform.startswith("linux"):
+            raise Error(
+                f"Warpool's allocator needs Linux, and this is {sys.platform}: here the package has the command "
+                "`warpool` and the functions that answer about recordings"
+            )
         raise Error(
             f"libwarpool_torch.so is not in this package ({packaged}): install the wheel, or build the shared object "
             "with `cargo build --release -p warpool-torch` and set WARPOOL_LIBRARY to its path"

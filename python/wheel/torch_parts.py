@@ -15,18 +15,18 @@ _TORCH = ("torch/include/*", "torch/lib/libc10.so", "torch/lib/libc10_cuda.so")
 _CUDA = ("nvidia-cuda-runtime", "nvidia-cuda-crt")
 
 
-def get(version: str, folder: Path) -> types.SimpleNamespace:
-    """Those of a version of PyTorch, 2.11 or 2.11.0, in a folder of its own under `folder`; downloaded unless they are
-    there. Stands for the module `torch`."""
+def get(version: str, folder: Path, machine: str = "x86_64") -> types.SimpleNamespace:
+    """Those of a version of PyTorch, 2.11 or 2.11.0, for a machine (x86_64 or aarch64), in a folder of its own under
+    `folder`; downloaded unless they are there. Stands for the module `torch`."""
     site = folder / ".".join(version.split(".")[:2])
-    link = remote_wheel.find("torch", version, ["cp312-cp312-manylinux_2_28_x86_64"])
+    link = remote_wheel.find("torch", version, [f"cp312-cp312-manylinux_2_28_{machine}"])
     found = link.rsplit("/", 1)[-1].split("-")[1]
     if not (site / f"parts-{found}").exists():
         print(f"== downloading parts of PyTorch {found}", flush=True)
         shutil.rmtree(site, ignore_errors=True)
         remote_wheel.extract(link, _TORCH, site)
         for package in _CUDA:
-            headers = remote_wheel.find(package, "13.0", [r"py3-none-manylinux\w*_x86_64(?:\.manylinux\w*)*"])
+            headers = remote_wheel.find(package, "13.0", [rf"py3-none-manylinux\w*_{machine}(?:\.manylinux\w*)*"])
             remote_wheel.extract(headers, ["nvidia/cu13/include/*", "nvidia/cu13/lib/libcudart.so*"], site)
         _placeholder(site / "torch" / "lib" / "libtorch_cpu.so")
         (site / f"parts-{found}").touch()
