@@ -16,7 +16,7 @@ const VARIABLES: [&str; 2] = ["PYTORCH_CUDA_ALLOC_CONF", "WARPOOL_CONF"];
     Examples:\n  \
     warpool settings\n  \
     warpool settings expandable_segments:True,garbage_collection_threshold:0.8\n  \
-    warpool settings roundup_power2_divisions:[256:1,512:2,>:4] --json")]
+    warpool settings 'roundup_power2_divisions:[256:1,512:2,>:4]' --json")]
 pub struct Args {
     /// The string, in the format of PYTORCH_CUDA_ALLOC_CONF
     string: Option<String>,
