@@ -25,9 +25,10 @@ const INTERVAL: Duration = Duration::from_secs(60);
 /// A program is a function of the seed, its campaign and its number. Those of the campaign 'threads' use several
 /// threads, so their interleaving differs from run to run; all others do the same in every run.
 ///
-/// Memory: after the warm-up (a quarter of the time, at most five minutes) the resident memory of this process may
-/// exceed the maximum of the warm-up by a tenth and 64 MiB; more is a violation. It is read when a campaign's turn of
-/// half a second ends, after the C library's heap has returned what it holds for later.
+/// Memory: resident memory of this process is read when a campaign's turn of half a second ends, after the C library's
+/// heap has returned what it holds for later. The lowest reading of a round of all campaigns counts. After the warm-up
+/// (a quarter of the time, at most five minutes) it may exceed the highest of the warm-up by a tenth and 64 MiB; more is
+/// a violation.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 #[command(after_help = format!("Campaigns: {}\n\n\
@@ -271,7 +272,7 @@ fn print_summary(output: &mut Output, options: &Options, report: &Report) -> io:
     }
     output.object(&object)?;
     output.line(format!(
-        "resident: {} at the start, {} at most in the warm-up, {} at the peak, {} at the end",
+        "resident: {} at the start, {} after the warm-up, {} at the peak, {} at the end",
         mib(resident.start),
         mib(resident.warm),
         mib(resident.peak),

@@ -10,7 +10,7 @@
 //! - contents after replays that differ from those of the same work on the host ([`Campaign::Replays`]);
 //! - an error that no injected fault explains, a panic, or a call that does not return;
 //! - driver objects that are left when everything is closed;
-//! - process memory that keeps growing ([`Resident`]).
+//! - process memory that keeps growing ([`FlatMemory`]).
 //!
 //! Faults are injected into driver calls ([`Faulty`](warpool::driver::decorate::Faulty)) of the allocators and graphs,
 //! never into the program's own calls.
@@ -52,5 +52,5 @@ mod unsafe_calls;
 pub use campaign::Campaign;
 pub use counts::{Counts, Kinds};
 pub use options::{Length, Options};
-pub use resident::Resident;
+pub use resident::{FlatMemory, Resident};
 pub use runner::{CampaignReport, Progress, Report, Violation, run};

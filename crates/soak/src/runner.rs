@@ -10,7 +10,7 @@ use crate::caught::{Caught, caught};
 use crate::context::Context;
 use crate::counts::{Counts, Kinds};
 use crate::options::{Length, Options};
-use crate::resident::{self, Resident};
+use crate::resident::{self, FlatMemory, Resident};
 use crate::rng::program_seed;
 use crate::steps::Steps;
 
@@ -20,6 +20,8 @@ const TURN: Duration = Duration::from_millis(500);
 const STALLED: Duration = Duration::from_secs(180);
 /// The longest warm-up; a quarter of the run, if that is shorter.
 const WARM_UP: Duration = Duration::from_secs(300);
+/// The least number of turns whose lowest reading of resident memory counts; with more campaigns, one turn of each.
+const WINDOW_MIN: usize = 4;
 
 /// The state of a run after a program.
 #[derive(Clone, Copy, Debug)]
@@ -201,8 +203,8 @@ struct Run<'a> {
     begin: Instant,
     campaigns: Vec<CampaignReport>,
     violation: Option<Violation>,
-    resident: Resident,
-    warm_up: Option<Duration>,
+    memory: FlatMemory,
+    checks_memory: bool,
 }
 
 impl<'a> Run<'a> {
@@ -217,13 +219,13 @@ impl<'a> Run<'a> {
                 elapsed: Duration::ZERO,
             })
             .collect();
-        let (start, peak) = resident::in_use().unwrap_or_default();
-        let warm_up = match options.length {
-            Length::Time(length) => Some(WARM_UP.min(length / 4)),
-            _ => None,
+        let (warm_up, checks_memory) = match options.length {
+            Length::Time(length) => (WARM_UP.min(length / 4), true),
+            _ => (Duration::ZERO, false),
         };
-        let resident = Resident { start, warm: 0, peak, end: start };
-        Self { options, begin, campaigns, violation: None, resident, warm_up }
+        let window = options.campaigns.len().max(WINDOW_MIN);
+        let memory = FlatMemory::new(resident::in_use().unwrap_or_default(), warm_up, window);
+        Self { options, begin, campaigns, violation: None, memory, checks_memory }
     }
 
     /// Adds a program that ended. Returns whether the run goes on.
@@ -242,30 +244,18 @@ impl<'a> Run<'a> {
                 Some(Violation { campaign, seed: self.options.seed, program, message, steps: shown, reproduced });
             return false;
         }
-        if let Some((end, peak)) = resident {
-            self.resident.end = end;
-            self.resident.peak = self.resident.peak.max(peak);
-        }
-        let now = self.resident.end;
         let elapsed = self.begin.elapsed();
+        let flat = resident.map_or(Ok(()), |reading| self.memory.add(reading, elapsed));
         let mut counts = Counts::default();
         self.campaigns.iter().for_each(|report| counts += report.counts);
-        on_progress(&Progress { campaign, counts, bytes_resident: now, elapsed });
-        if let Some(warm_up) = self.warm_up {
-            if elapsed <= warm_up {
-                self.resident.warm = self.resident.warm.max(now);
-            } else if self.resident.warm > 0 && now > self.resident.limit() {
-                let message = format!(
-                    "{now} bytes are resident after this turn, {} were at most in the first {} s, and {} may be",
-                    self.resident.warm,
-                    warm_up.as_secs(),
-                    self.resident.limit(),
-                );
-                let steps = Vec::new();
-                self.violation =
-                    Some(Violation { campaign, seed: self.options.seed, program, message, steps, reproduced: None });
-                return false;
-            }
+        on_progress(&Progress { campaign, counts, bytes_resident: self.memory.resident().end, elapsed });
+        if let Err(message) = flat
+            && self.checks_memory
+        {
+            let steps = Vec::new();
+            self.violation =
+                Some(Violation { campaign, seed: self.options.seed, program, message, steps, reproduced: None });
+            return false;
         }
         true
     }
@@ -281,7 +271,7 @@ impl<'a> Run<'a> {
         Report {
             campaigns: self.campaigns,
             violation: self.violation,
-            resident: self.resident,
+            resident: self.memory.resident(),
             elapsed: self.begin.elapsed(),
         }
     }

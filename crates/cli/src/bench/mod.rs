@@ -32,7 +32,8 @@ use measure::{MUTEX_BASELINE, Measurement};
 /// The baseline is locking and unlocking an uncontended mutex. `bench graph` compares with the driver's own graph
 /// launch instead, and `bench typed` with the raw calls that typed ones replace. `bench scale` compares with the same
 /// operation beside a tenth as many streams, blocks or pools (a ratio of at most 1.5), with a tenth of the work, per
-/// page or event (2.5), or on one thread instead of sixteen (6); a larger ratio is exit status 1. `bench alloc` without
+/// page or event (2.5), or on one thread instead of sixteen (6); a larger ratio is exit status 1. It counts the
+/// processor time of one thread, and for several threads the elapsed time, as each row says. `bench alloc` without
 /// `--ops` measures one thread on one core after another, since the cores of a shared machine differ. `bench typed`
 /// also compares the raw calls with themselves: the distance of those ratios from 1 is the noise of the run. `bench
 /// host` measures allocate-free pairs on one thread and on all threads. Every thread times itself, and the slowest one

@@ -193,12 +193,14 @@ fn scale_bench_compares_two_sizes() {
     let output = run("bench scale --ops 20 --json");
     assert!(matches!(output.status.code(), Some(0 | 1)), "{}", text(&output.stderr));
     let rows = rows(&output);
-    assert_eq!(rows.len(), 18);
+    assert_eq!(rows.len(), 19);
     for row in rows {
         let number = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("no {key}: {row}"));
         assert_eq!((&row["bench"], &row["baseline"]), (&Value::from("scale"), &Value::from("the same beside fewer")));
         assert!(number("n") <= 20.0 && number("n_baseline") < number("n") && row["of"].is_string(), "{row}");
         assert!((number("ratio") - number("ns") / number("baseline_ns")).abs() < 1e-6);
+        let expected = if row["of"] == "threads" || !cfg!(target_os = "linux") { "elapsed" } else { "processor" };
+        assert_eq!(row["time"], expected, "{row}");
     }
 }
 

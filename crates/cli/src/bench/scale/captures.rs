@@ -4,8 +4,9 @@ use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::DeviceAllocator;
 use warpool_driver::{CaptureMode, Pattern};
 
+use super::clock::timed;
 use super::simulated::Gpu;
-use crate::bench::measure::{ns_each, timed};
+use crate::bench::measure::ns_each;
 use crate::output::Result;
 
 /// Replays that are timed: fewer than a stream's queue holds.

@@ -2,8 +2,9 @@
 
 use warpool::memory::{Checkpoints as _, DeviceAllocator, MemPool, PoolOptions, Request, Route};
 
+use super::clock::timed;
 use super::simulated::{DEVICE, Gpu, touched_memory};
-use crate::bench::measure::{ns_each, timed};
+use crate::bench::measure::ns_each;
 use crate::output::Result;
 
 /// New streams that are timed.

@@ -17,8 +17,8 @@ const SLOTS: usize = 64;
 /// Calls of each thread that are timed: many more than a thread runs before the next one gets its core.
 const CALLS: u64 = 100_000;
 
-/// A random call (an allocation of 4 KiB to 16 MiB, or a free) of n threads at once: the processor time that one takes,
-/// so that it does not depend on the number of cores.
+/// A random call (an allocation of 4 KiB to 16 MiB, or a free) of n threads at once: its part of the elapsed time of
+/// all cores, so that it does not depend on their number.
 pub fn random_sizes(threads: u64) -> Result<f64> {
     let gpu = Gpu::new()?;
     let allocator = HostAllocator::new(gpu.device.instance(), PinnedSettings::default());

@@ -5,8 +5,12 @@
 //!
 //! The baseline of a row is the same operation at n, measured right before. All cases run on the simulated GPU: what is
 //! measured is bookkeeping on the host, and no real GPU has 100,000 streams.
+//!
+//! Rows of one thread count its processor time (`clock.rs`), so that other programs on the machine do not matter. Rows
+//! that concern several threads count elapsed time, since waiting for each other is what they are about.
 
 mod captures;
+mod clock;
 mod device;
 mod host;
 mod paged;
@@ -43,22 +47,41 @@ struct Case {
     /// Sets up n of them and returns the nanoseconds of one operation.
     cost: fn(u64) -> Result<f64>,
     ratio_max: f64,
+    time: Time,
+}
+
+/// Which time a row counts.
+#[derive(Clone, Copy)]
+enum Time {
+    /// Processor time of the one thread.
+    Processor,
+    /// Elapsed time of several threads.
+    Elapsed,
+}
+
+impl Time {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Processor if clock::IS_OF_THREAD => "processor",
+            Self::Processor | Self::Elapsed => "elapsed",
+        }
+    }
 }
 
 impl Case {
     /// An operation beside n and 10 n idle objects.
     const fn beside(name: &'static str, of: &'static str, n: u64, cost: fn(u64) -> Result<f64>) -> Self {
-        Self { name, of, small: n, large: 10 * n, cost, ratio_max: BESIDE_MAX }
+        Self { name, of, small: n, large: 10 * n, cost, ratio_max: BESIDE_MAX, time: Time::Processor }
     }
 
     /// Work on n and on 10 n objects, divided by its amount.
     const fn work(name: &'static str, of: &'static str, n: u64, cost: fn(u64) -> Result<f64>) -> Self {
-        Self { name, of, small: n, large: 10 * n, cost, ratio_max: WORK_MAX }
+        Self { name, of, small: n, large: 10 * n, cost, ratio_max: WORK_MAX, time: Time::Processor }
     }
 
     /// An operation of one thread, and of sixteen.
     const fn threads(name: &'static str, cost: fn(u64) -> Result<f64>) -> Self {
-        Self { name, of: "threads", small: 1, large: 16, cost, ratio_max: THREADS_MAX }
+        Self { name, of: "threads", small: 1, large: 16, cost, ratio_max: THREADS_MAX, time: Time::Elapsed }
     }
 
     /// Both sizes; the larger is at most `limit`.
@@ -78,6 +101,7 @@ const CASES: &[Case] = &[
     Case::beside("checkpoint of one block", "blocks of other pools", 10_000, device::checkpoint),
     Case::beside("paged: pages of another stream", "streams that have gone", 1_000, paged::take_beside_gone),
     Case::beside("paged: pages of another stream", "idle streams with memory", 1_000, paged::take_beside_idle),
+    Case::beside("paged: pages of another stream", "streams that take them in turns", 50, paged::take_in_turns),
     Case::work("replay, per event: streams", "streams", 2_000, recordings::many_streams),
     Case::work("replay, per event: late start", "free blocks at the start", 4_000, recordings::late_start),
     Case::work("replay, per event: releases", "pools released", 1_600, recordings::releases),
@@ -103,12 +127,15 @@ pub fn run(args: &Args, report: &mut Report<'_>) -> Result<Verdict> {
             let baseline_ns = (case.cost)(small)?;
             fastest = fastest.min(Measurement { ns: (case.cost)(large)?, baseline_ns });
         }
-        let details = format!("{small} {}: {:.0} ns; {large}: {:.0} ns", case.of, fastest.baseline_ns, fastest.ns);
+        let time = case.time.name();
+        let (of, before, now) = (case.of, fastest.baseline_ns, fastest.ns);
+        let details = format!("{small} {of}: {before:.0} ns; {large}: {now:.0} ns ({time} time)");
         let fields = vec![
             ("of", json!(case.of)),
             ("n_baseline", json!(small)),
             ("n", json!(large)),
             ("ratio_max", json!(case.ratio_max)),
+            ("time", json!(time)),
         ];
         report.add(Row { baseline: "the same beside fewer", fields, details, ..Row::new(case.name, fastest) })?;
         let of_limit = |(case, ratio): (&Case, f64)| ratio / case.ratio_max;

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use warpool::memory::{DeviceAllocator, PagedAllocator, Request, Settings};
 use warpool_driver::{StreamId, Streams as _};
 
+use super::clock::{ThreadTime, timed};
 use super::simulated::{DEVICE, Gpu};
-use crate::bench::measure::{ns_each, timed};
+use crate::bench::measure::{self, ns_each};
 use crate::output::Result;
 
 /// Allocations that are timed, each of which takes pages from another stream.
@@ -44,9 +45,13 @@ impl Paged {
 
     /// Nanoseconds of a pair whose pages another stream had before.
     fn take_ns(&self) -> Result<f64> {
-        let streams = [self.gpu.device.pool_stream()?.id(), self.gpu.device.pool_stream()?.id()];
-        let mut turns = streams.into_iter().cycle();
-        let mut take = || turns.next().map_or(Ok(()), |stream| self.pair(stream, 16 * MIB));
+        self.turns_ns(&[self.gpu.device.pool_stream()?.id(), self.gpu.device.pool_stream()?.id()])
+    }
+
+    /// Nanoseconds of a pair of streams that take the same pages in turns.
+    fn turns_ns(&self, streams: &[StreamId]) -> Result<f64> {
+        let mut turns = streams.iter().cycle();
+        let mut take = || turns.next().map_or(Ok(()), |&stream| self.pair(stream, 16 * MIB));
         timed(TAKES_BEFORE, &mut take)?;
         Ok(ns_each(timed(TAKES, take)?, TAKES))
     }
@@ -74,6 +79,13 @@ pub fn take_beside_idle(n: u64) -> Result<f64> {
     paged.take_ns()
 }
 
+/// Taking pages from another stream, where n streams do so in turns. Each waits for those that did so last, of which
+/// there is a maximum.
+pub fn take_in_turns(n: u64) -> Result<f64> {
+    let paged = Paged::new()?;
+    paged.turns_ns(&paged.gpu.streams(n)?)
+}
+
 /// Per page, a request for n pages of which every second one of the same heap is free.
 pub fn scattered_pages(n: u64) -> Result<f64> {
     let paged = Paged::new()?;
@@ -85,7 +97,7 @@ pub fn scattered_pages(n: u64) -> Result<f64> {
     for block in blocks.iter().step_by(2) {
         paged.paged.free_raw(block.ptr)?;
     }
-    let start = Instant::now();
+    let start = ThreadTime::now();
     paged.paged.allocate_raw(Request::new(DEVICE, stream, n * 2 * MIB))?;
     Ok(ns_each(start.elapsed(), n))
 }
@@ -95,7 +107,7 @@ pub fn trim(n: u64) -> Result<f64> {
     let paged = Paged::new()?;
     paged.paged.set_page_sizes(u64::MAX, u64::MAX);
     paged.pair(paged.gpu.stream, n * 2 * MIB)?;
-    let start = Instant::now();
+    let start = ThreadTime::now();
     paged.paged.trim_to(DEVICE, 0)?;
     Ok(ns_each(start.elapsed(), n))
 }
@@ -125,7 +137,7 @@ fn threads_ns(threads: u64, pair: impl Fn() -> warpool::Result<()> + Sync) -> Re
                     let warmed = pair();
                     barrier.wait();
                     let start = clock.elapsed();
-                    warmed.and_then(|()| timed(PAIRS, pair)).map(|_| start..clock.elapsed())
+                    warmed.and_then(|()| measure::timed(PAIRS, pair)).map(|_| start..clock.elapsed())
                 })
             })
             .collect();

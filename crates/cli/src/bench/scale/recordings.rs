@@ -3,6 +3,7 @@
 use warpool_trace::growth::GrowthCase;
 use warpool_trace::replay::{ReplayOptions, replay};
 
+use super::clock::ThreadTime;
 use crate::bench::measure::ns_each;
 use crate::output::{CommandError, Result};
 
@@ -29,7 +30,7 @@ pub fn trims(n: u64) -> Result<f64> {
 fn per_event(case: GrowthCase, n: u64) -> Result<f64> {
     let recording = case.recording(n);
     let events = recording.traces.iter().map(|entries| entries.len() as u64).sum();
-    let start = std::time::Instant::now();
+    let start = ThreadTime::now();
     replay(&recording, &ReplayOptions::default()).map_err(|error| CommandError::Usage(error.to_string()))?;
     Ok(ns_each(start.elapsed(), events))
 }

@@ -7,7 +7,8 @@ use warpool::{Device, Instance};
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::{DeviceId, Memory as _, StreamId, StreamOptions, Streams as _};
 
-use crate::bench::measure::{ns_each, timed};
+use super::clock::timed;
+use crate::bench::measure::ns_each;
 use crate::output::Result;
 
 /// The device of all cases.

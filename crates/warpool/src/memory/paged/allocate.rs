@@ -121,6 +121,12 @@ impl PagedDevice {
         capturing: bool,
         details: &EntryDetails,
     ) -> Result<Allocation> {
+        if !capturing
+            && PendingFrees::new(self, details).wait_for_unnamed()?
+            && let (_, Some(found)) = self.search_again(request, pool, details)?
+        {
+            return Ok(found);
+        }
         if self.observers().run_pressure_callbacks(self.id)
             && let (_, Some(found)) = self.search_again(request, pool, details)?
         {

@@ -1,0 +1,232 @@
+//! Frees whose fences were left to a later call, by a destructor, a capture or a failed call: the owners of the streams
+//! may destroy them meanwhile, and no later call names them. Their last work is waited for all the same.
+
+use std::sync::Arc;
+
+use warpool::driver::decorate::{FaultPlan, Faulty};
+use warpool::driver::sim::{SimConfig, SimDriver};
+use warpool::driver::{
+    Call, CaptureMode, Captures as _, Copies as _, Devices as _, ErrorCode, ForeignStream, Graphs as _, Memory as _,
+    Pattern, StreamId, StreamOptions, Streams as _,
+};
+use warpool::memory::{
+    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, FnAllocator, HostAllocator,
+    MemPoolId, PagedAllocator, PinnedSettings, PluggableAllocator, Settings,
+};
+use warpool::{Instance, Stream};
+
+use crate::common::memory::{FIRST as DEVICE, MIB};
+
+struct Gpu {
+    sim: Arc<SimDriver>,
+    faulty: Arc<Faulty>,
+    instance: Instance,
+}
+
+impl Gpu {
+    fn new() -> Self {
+        let sim = Arc::new(SimDriver::new(SimConfig::default().with_capacity(4 << 30)));
+        let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
+        let instance = Instance::new(faulty.clone()).unwrap();
+        Self { sim, faulty, instance }
+    }
+
+    /// A stream that lives as long as the instance.
+    fn own(&self) -> Stream {
+        self.instance.device(0).unwrap().pool_stream().unwrap()
+    }
+
+    /// A foreign stream, and its id for its creator.
+    fn foreign(&self) -> (Stream, StreamId) {
+        let options = StreamOptions { non_blocking: true, priority: 0 };
+        let theirs = self.sim.create_foreign_stream(DEVICE, options).unwrap();
+        let raw = self.sim.stream_handle(theirs).unwrap().raw;
+        // SAFETY: a stream of the simulation, which refuses handles of destroyed streams.
+        let foreign = unsafe { ForeignStream::new(raw) };
+        (Stream::external(&self.instance.device(0).unwrap(), foreign).unwrap(), theirs)
+    }
+
+    /// From now on no event can be recorded.
+    fn fail_events(&self) {
+        let calls = [Call::EventCreate, Call::EventRecord];
+        self.faulty.set_plan(FaultPlan::new().fail_fraction(&calls, 1.0, 0, ErrorCode::LaunchFailed));
+    }
+
+    #[track_caller]
+    fn expect_no_hazards(&self, what: &str) {
+        self.sim.device_synchronize(DEVICE).unwrap();
+        let hazards = self.sim.hazards();
+        assert!(hazards.is_empty(), "{what}: {} hazards; the first is: {}", hazards.len(), hazards[0]);
+    }
+}
+
+const ALLOCATORS: [&str; 5] = ["caching", "expandable segments", "paged", "driver pool", "external"];
+
+fn allocator(gpu: &Gpu, name: &str) -> Arc<dyn DeviceAllocator> {
+    let settings = Settings { expandable_segments: name == "expandable segments", ..Settings::default() };
+    match name {
+        "paged" => Arc::new(PagedAllocator::new(&gpu.instance, settings).unwrap()),
+        "driver pool" => Arc::new(DriverPoolAllocator::new(&gpu.instance)),
+        "external" => {
+            let (allocates, frees) = (gpu.sim.clone(), gpu.sim.clone());
+            let external = FnAllocator::new(
+                move |bytes, device, _| Ok(allocates.mem_alloc(device, bytes).ok()),
+                move |ptr, _, _, _| Ok(frees.mem_free(ptr)?),
+            );
+            Arc::new(PluggableAllocator::new(&gpu.instance, Arc::new(external)).unwrap())
+        }
+        _ => Arc::new(CachingAllocator::new(&gpu.instance, settings)),
+    }
+}
+
+/// What keeps the call that frees the blocks from recording fences.
+#[derive(Clone, Copy, Debug)]
+enum Postponed {
+    /// They are dropped.
+    ByDestructor,
+    /// The foreign stream captures.
+    ByCapture,
+    /// They are dropped, and another stream captures while the next calls are made.
+    ByDestructorInCapture,
+    /// No event can be recorded.
+    ByFault,
+}
+
+impl Postponed {
+    const ALL: [Self; 4] = [Self::ByDestructor, Self::ByCapture, Self::ByDestructorInCapture, Self::ByFault];
+}
+
+fn begin_capture(gpu: &Gpu, allocator: &dyn DeviceAllocator, stream: StreamId) {
+    if let Ok(pools) = allocator.pools() {
+        pools.capture_began(DEVICE).unwrap();
+    }
+    gpu.sim.capture_begin(stream, CaptureMode::Global).unwrap();
+}
+
+fn end_capture(gpu: &Gpu, allocator: &dyn DeviceAllocator, stream: StreamId) {
+    let graph = gpu.sim.capture_end(stream).expect("no call invalidates the capture");
+    gpu.sim.graph_destroy(graph).unwrap();
+    if let Ok(pools) = allocator.pools() {
+        pools.capture_ended(DEVICE).unwrap();
+    }
+}
+
+/// Much work of a stream in a block.
+fn work(gpu: &Gpu, block: &DeviceBlock, stream: &Stream) {
+    for value in 0..20 {
+        gpu.sim.fill(block.ptr(), Pattern::U8(value), block.bytes(), stream.id()).unwrap();
+    }
+}
+
+fn program(name: &str, postponed: Postponed) {
+    let what = format!("{name}, postponed {postponed:?}");
+    let gpu = Gpu::new();
+    let allocator = allocator(&gpu, name);
+    let (own, next, captured, (foreign, theirs)) = (gpu.own(), gpu.own(), gpu.own(), gpu.foreign());
+    let lent = allocator.allocate(8 * MIB, &own).unwrap();
+    foreign.wait_stream(&own).unwrap();
+    work(&gpu, &lent, &foreign);
+    lent.record_use(&foreign).unwrap();
+    let theirs_block = allocator.allocate(4 * MIB, &foreign).unwrap();
+    work(&gpu, &theirs_block, &foreign);
+    theirs_block.record_use(&own).unwrap();
+    match postponed {
+        Postponed::ByDestructor => drop((lent, theirs_block)),
+        Postponed::ByCapture => {
+            begin_capture(&gpu, &*allocator, foreign.id());
+            lent.free().unwrap();
+            theirs_block.free().unwrap();
+            end_capture(&gpu, &*allocator, foreign.id());
+        }
+        Postponed::ByDestructorInCapture => {
+            begin_capture(&gpu, &*allocator, captured.id());
+            drop((lent, theirs_block));
+        }
+        Postponed::ByFault => {
+            gpu.fail_events();
+            // They are freed all the same.
+            let _ = (lent.free(), theirs_block.free());
+            gpu.faulty.clear_plan();
+        }
+    }
+    drop(foreign);
+    gpu.sim.stream_destroy(theirs).unwrap();
+    for _ in 0..3 {
+        let block = allocator.allocate(8 * MIB, &own).unwrap();
+        gpu.sim.fill(block.ptr(), Pattern::U8(1), block.bytes(), own.id()).unwrap();
+        let other = allocator.allocate(4 * MIB, &next).unwrap();
+        gpu.sim.fill(other.ptr(), Pattern::U8(2), other.bytes(), next.id()).unwrap();
+        block.free().unwrap();
+        other.free().unwrap();
+    }
+    if let Postponed::ByDestructorInCapture = postponed {
+        end_capture(&gpu, &*allocator, captured.id());
+    }
+    gpu.expect_no_hazards(&what);
+    // Nothing waits for the stream for ever.
+    allocator.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
+    assert_eq!(allocator.stats(DEVICE).unwrap().active_bytes.all.current, 0, "{what}: active after a trim");
+    gpu.expect_no_hazards(&what);
+}
+
+#[test]
+fn a_postponed_fence_does_not_name_a_stream_that_its_owner_may_have_destroyed() {
+    for name in ALLOCATORS {
+        Postponed::ALL.into_iter().for_each(|postponed| program(name, postponed));
+    }
+}
+
+/// Such blocks are used again before memory is requested from the driver.
+#[test]
+fn memory_of_destroyed_streams_is_found_before_more_is_taken_from_the_driver() {
+    for name in ["caching", "expandable segments", "paged"] {
+        let gpu = Gpu::new();
+        let (allocator, own) = (allocator(&gpu, name), gpu.own());
+        let mut reserved = Vec::new();
+        for _ in 0..10 {
+            let (foreign, theirs) = gpu.foreign();
+            let block = allocator.allocate(8 * MIB, &own).unwrap();
+            foreign.wait_stream(&own).unwrap();
+            work(&gpu, &block, &foreign);
+            block.record_use(&foreign).unwrap();
+            drop((block, foreign));
+            gpu.sim.stream_destroy(theirs).unwrap();
+            reserved.push(allocator.stats(DEVICE).unwrap().reserved_bytes.all.current);
+        }
+        assert!(reserved.iter().all(|bytes| *bytes == reserved[0]), "{name}: {reserved:?}");
+        gpu.expect_no_hazards(name);
+    }
+}
+
+#[test]
+fn pinned_memory_waits_for_destroyed_streams_without_naming_them() {
+    for calls in [false, true] {
+        let gpu = Gpu::new();
+        let host = HostAllocator::new(&gpu.instance, PinnedSettings::default());
+        let memory = gpu.sim.mem_alloc(DEVICE, MIB).unwrap();
+        let mut pinned = Vec::new();
+        for round in 0..20_u8 {
+            let (foreign, theirs) = gpu.foreign();
+            let block = host.allocate(MIB).unwrap();
+            block.write(0, &[round; 64]).unwrap();
+            for _ in 0..20 {
+                gpu.sim.copy(memory.into(), block.ptr().into(), MIB, foreign.id()).unwrap();
+            }
+            block.record_use(&foreign).unwrap();
+            if calls {
+                gpu.fail_events();
+                let _ = block.free();
+                gpu.faulty.clear_plan();
+            } else {
+                drop(block);
+            }
+            drop(foreign);
+            gpu.sim.stream_destroy(theirs).unwrap();
+            pinned.push(host.stats().num_host_alloc);
+        }
+        assert!(pinned.iter().all(|bytes| *bytes == pinned[0]), "{pinned:?}");
+        gpu.expect_no_hazards("pinned");
+        host.check();
+        host.close().unwrap();
+    }
+}
