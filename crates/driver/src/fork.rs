@@ -4,6 +4,14 @@
 //! So the owner of a driver or a lock stores its [`Origin`], and checks [`Origin::is_here`] before it takes a lock: in
 //! the child, calls fail with an error and destructors do nothing. That is one load of a number that only a fork
 //! changes.
+//!
+//! ```
+//! use warpool_driver::fork::{Origin, REASON, is_child};
+//!
+//! let origin = Origin::here();
+//! assert!(origin.is_here() && !is_child()); // after a fork, the child sees the opposite
+//! println!("{REASON}"); // what an error says then
+//! ```
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 

@@ -16,6 +16,7 @@ pub mod fork;
 mod id;
 mod pages;
 mod panic;
+#[cfg(feature = "sim")]
 pub mod sim;
 pub mod source_line;
 

@@ -20,6 +20,25 @@ const HUGE: u64 = 2 << 20;
 ///
 /// It gives no references to its contents: the host accesses it through the driver that pinned it, or through raw
 /// pointers (its provenance is exposed). It is unmapped once its owner and the driver have dropped it.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use warpool_driver::sim::{SimConfig, SimDriver};
+/// use warpool_driver::{ClaimedRange, DeviceId, HostMemory, HostOptions, HostPages, HostRange};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let gpu = SimDriver::new(SimConfig::default());
+/// let pages = HostPages::map(2 << 20, true)?;
+/// pages.prefault(4); // by four threads
+/// gpu.host_register(DeviceId(0), HostRange::of_pages(&pages), HostOptions::default())?;
+///
+/// // A driver claims what it pins, and nobody else can until it drops that.
+/// let refused: Option<ClaimedRange> = HostRange::of_pages(&pages).claim();
+/// assert!(refused.is_none());
+/// gpu.host_unregister(pages.ptr())?;
+/// # Ok(())
+/// # }
+/// ```
 pub struct HostPages {
     /// The whole mapping: with huge pages longer than the pages, so that they can be aligned.
     map: MmapRaw,

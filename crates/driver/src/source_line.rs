@@ -2,6 +2,15 @@
 //!
 //! A call through the driver's trait objects cannot know it (`#[track_caller]` ends there), so the caller that knows it
 //! sets it around the call. Only a driver that reports hazards reads it.
+//!
+//! ```
+//! use std::panic::Location;
+//! use warpool_driver::source_line::{at, at_if, current};
+//!
+//! let line = Location::caller();
+//! assert_eq!(at(line, current), Some(line));
+//! assert_eq!(at_if(false, line, current), None); // for a driver that does not read it
+//! ```
 
 use std::cell::Cell;
 use std::panic::Location;

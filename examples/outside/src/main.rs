@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use warpool::driver::Driver;
+#[cfg(any(test, feature = "sim"))]
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::graph::{CaptureOptions, Step};
 use warpool::memory::{CachingAllocator, DeviceAllocator, HostAllocator, PinnedSettings, Settings};
@@ -13,10 +14,13 @@ use warpool_cuda::CudaDriver;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let driver: Arc<dyn Driver> = match CudaDriver::open() {
         Ok(cuda) => Arc::new(cuda),
+        #[cfg(feature = "sim")]
         Err(error) => {
             println!("on the simulated GPU: {error}");
             Arc::new(SimDriver::new(SimConfig::default()))
         }
+        #[cfg(not(feature = "sim"))]
+        Err(error) => return Err(error.into()),
     };
     let instance = Instance::new(driver)?;
     println!("{:?}", double(&instance, &[1.0, 2.0, 3.0])?);

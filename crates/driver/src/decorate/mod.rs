@@ -20,6 +20,54 @@
 //! assert!(driver.mem_alloc(DeviceId(0), 4096).unwrap_err().is_out_of_memory());
 //! assert_eq!((driver.count(Call::MemAlloc).calls, driver.count(Call::MemAlloc).errors), (2, 1));
 //! ```
+//!
+//! ```
+//! # use std::sync::Arc;
+//! use warpool_driver::decorate::{
+//!     Arguments, Counts, Difference, Faults, Hook, Hooked, Log, LogEntry, Outcome, Recorder, Recording,
+//! };
+//! use warpool_driver::sim::{SimConfig, SimDriver};
+//! use warpool_driver::{Call, DeviceId, Driver, DriverError, ErrorCode, Memory, Result};
+//!
+//! # fn main() -> warpool_driver::Result<()> {
+//! // Two runs of one program make the same calls.
+//! let run = |bytes: u64| {
+//!     let driver = Recording::new(Arc::new(SimDriver::new(SimConfig::default())));
+//!     let _ = driver.mem_alloc(DeviceId(0), bytes);
+//!     driver.log()
+//! };
+//! let (first, second): (Log, Log) = (run(4096), run(4096));
+//! assert_eq!(first.diff(&second), None);
+//! let difference: Difference = first.diff(&run(8192)).expect("other bytes");
+//! let entry: &LogEntry = difference.left.as_ref().expect("both made a call");
+//! assert_eq!(entry.call, Call::MemAlloc);
+//!
+//! /// A hook of your own sees every call before and after the driver does. This one allows no allocation.
+//! struct NoMemory;
+//!
+//! impl Hook for NoMemory {
+//!     type CallState = ();
+//!
+//!     fn before(&self, _: &dyn Driver, call: Call, _: Arguments<'_>) -> Result<()> {
+//!         match call {
+//!             Call::MemAlloc => Err(DriverError::new("mem_alloc", ErrorCode::OutOfMemory)),
+//!             _ => Ok(()),
+//!         }
+//!     }
+//!
+//!     fn after(&self, _: &dyn Driver, _: Call, (): (), _: Outcome<'_>) {}
+//!
+//!     fn suballocation(&self, _: Call, _: Arguments<'_>) {}
+//! }
+//!
+//! let driver = Hooked::with_hook(Arc::new(SimDriver::new(SimConfig::default())), NoMemory);
+//! assert!(driver.mem_alloc(DeviceId(0), 4096).unwrap_err().is_out_of_memory());
+//!
+//! // The hooks of the three above:
+//! let hooks: (Option<&Counts>, Option<&Faults>, Option<&Recorder>) = (None, None, None);
+//! # Ok(())
+//! # }
+//! ```
 
 mod counting;
 mod faulty;

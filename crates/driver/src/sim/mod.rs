@@ -38,6 +38,43 @@
 //! # }
 //! ```
 //!
+//! Devices, times and latencies are settings, and what happened can be asked:
+//! ```
+//! use warpool_driver::sim::{
+//!     HazardRange, Latencies, Latency, LibraryCall, ObjectCounts, RangeBase, RemapCounts, SimConfig, SimDevice,
+//!     SimDriver, Timing,
+//! };
+//! use warpool_driver::*;
+//!
+//! # fn main() -> warpool_driver::Result<()> {
+//! let mut config = SimConfig::default().with_seed(7).with_timing(Timing::Model);
+//! let by_size = Latency::BySize(vec![(0, 2_000), (1 << 30, 90_000)]); // nanoseconds
+//! config.latencies = Latencies::flat(1_000).with(Call::MemAlloc, by_size);
+//! let first: &mut SimDevice = &mut config.devices[0];
+//! first.bytes_context = 1 << 20;
+//! let gpu = SimDriver::new(config);
+//! let device = DeviceId(0);
+//!
+//! let memory = gpu.mem_alloc(device, 1 << 20)?;
+//! let blas = gpu.library_create(Library::Blas, device)?;
+//! let made: Vec<LibraryCall> = gpu.library_calls(blas);
+//! assert!(matches!(made[..], [LibraryCall::Created { .. }]));
+//! let counts: ObjectCounts = gpu.object_counts();
+//! assert_eq!((counts.allocations, counts.handles), (1, 1));
+//! let remapped: RemapCounts = gpu.remap_counts(); // of physical memory that was mapped again
+//! assert_eq!(remapped.mappings, 0);
+//!
+//! let stream = gpu.stream_create(device, StreamOptions::default())?;
+//! gpu.fill(memory, Pattern::U8(1), 64, stream)?;
+//! gpu.fill(memory, Pattern::U8(2), 64, gpu.stream_create(device, StreamOptions::default())?)?;
+//! gpu.device_synchronize(device)?;
+//! let hazards = gpu.hazards();
+//! let range: &HazardRange = hazards[0].range.as_ref().expect("it was an access");
+//! assert_eq!((range.base, range.bytes), (RangeBase::Address, 64));
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! Inside, imports go one way: `api` (the contract's traits) uses `driver` (the lock, waits) and `state`; these use
 //! `objects` (captures, graphs, modules, handles), `work` (streams, scheduling, execution), `memory` and `order`.
 
