@@ -184,6 +184,15 @@ impl Output {
         }
     }
 
+    /// Writes a table of texts.
+    pub fn texts(&mut self, texts: &warpool_report::explain::Table) -> io::Result<()> {
+        let mut table = table(texts.columns);
+        for row in &texts.rows {
+            table.add_row(row);
+        }
+        self.table(&texts.title, &table)
+    }
+
     /// Writes a table under a title.
     pub fn table(&mut self, title: &str, table: &Table) -> io::Result<()> {
         if self.json {

@@ -15,6 +15,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
+use crate::platform::in_forked_child;
 use crate::{DriverError, ErrorCode};
 
 /// The number of forks between the first process that made an [`Origin`] and this one.
@@ -34,7 +35,7 @@ impl Origin {
         // Not a `Once`: one that was under way in another thread at a fork would never end in the child. Two threads
         // may both register, and a fork then counts twice, which does no harm.
         if !REGISTERED.load(Ordering::Acquire) {
-            register();
+            in_forked_child(count);
             REGISTERED.store(true, Ordering::Release);
         }
         Self { generation: GENERATION.load(Ordering::Relaxed) }
@@ -72,24 +73,6 @@ pub fn error(call: &'static str) -> DriverError {
     DriverError::new(call, ErrorCode::NotInitialized).with_detail(REASON)
 }
 
-#[cfg(all(unix, not(miri)))]
-fn register() {
-    use std::ffi::c_int;
-
-    type Handler = Option<unsafe extern "C" fn()>;
-
-    unsafe extern "C" {
-        fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> c_int;
-    }
-
-    unsafe extern "C" fn in_child() {
-        GENERATION.fetch_add(1, Ordering::Relaxed);
-    }
-
-    // SAFETY: as POSIX declares it. The handler only changes an atomic number. If the registration fails for lack of
-    // memory, a fork is not detected, as without this module.
-    let _ = unsafe { pthread_atfork(None, None, Some(in_child)) };
+extern "C" fn count() {
+    GENERATION.fetch_add(1, Ordering::Relaxed);
 }
-
-#[cfg(not(all(unix, not(miri))))]
-fn register() {}

@@ -5,6 +5,7 @@
 //!   of every hazard.
 //! - [`fork`]: whether this process was forked after a driver was opened.
 //! - [`source_line`]: the line of the program that a call is made for.
+//! - [`platform`]: what the target has of a clock, memory mappings, file descriptors and processes.
 //! - [`decorate`]: decorators around a driver that count calls, record them, or make them fail.
 //!
 //! No CUDA here: that backend is the crate `warpool-cuda`.
@@ -16,6 +17,7 @@ pub mod fork;
 mod id;
 mod pages;
 mod panic;
+pub mod platform;
 #[cfg(feature = "sim")]
 pub mod sim;
 pub mod source_line;

@@ -6,9 +6,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{fmt, io, thread};
 
-use memmap2::{MmapOptions, MmapRaw};
-
 use crate::HostPtr;
+use crate::platform::Mapping;
 
 /// The page size that sizes are rounded to. Where the system's pages are larger, some are touched more than once.
 const PAGE: u64 = 4096;
@@ -41,7 +40,7 @@ const HUGE: u64 = 2 << 20;
 /// ```
 pub struct HostPages {
     /// The whole mapping: with huge pages longer than the pages, so that they can be aligned.
-    map: MmapRaw,
+    map: Mapping,
     /// Where the pages begin in the mapping.
     offset: usize,
     bytes: u64,
@@ -67,13 +66,12 @@ impl HostPages {
         let (Some(bytes), Some(mapped)) = (bytes, mapped) else {
             return Err(io::ErrorKind::InvalidInput.into());
         };
-        let map = MmapRaw::from(MmapOptions::new().len(mapped).map_anon()?);
+        let map = Mapping::new(mapped)?;
         let address = map.as_mut_ptr().expose_provenance();
         let offset = address.next_multiple_of(align as usize) - address;
         let pages = Self { map, offset, bytes, claimed: Mutex::new(false) };
         if huge {
-            // On failure the system provides small pages.
-            let _ = pages.advise_huge();
+            pages.map.advise_huge(pages.offset, pages.bytes as usize);
         }
         Ok(Arc::new(pages))
     }
@@ -107,7 +105,7 @@ impl HostPages {
     /// The address.
     #[must_use]
     pub fn ptr(&self) -> HostPtr {
-        HostPtr((self.map.as_ptr().addr() + self.offset) as u64)
+        HostPtr((self.map.as_mut_ptr().addr() + self.offset) as u64)
     }
 
     /// The size: whole pages.
@@ -131,16 +129,6 @@ impl HostPages {
             // SAFETY: as above. Volatile, so that the write is not optimised away.
             unsafe { byte.write_volatile(value) };
         }
-    }
-
-    #[cfg(all(target_os = "linux", not(miri)))]
-    fn advise_huge(&self) -> io::Result<()> {
-        self.map.advise_range(memmap2::Advice::HugePage, self.offset, self.bytes as usize)
-    }
-
-    #[cfg(not(all(target_os = "linux", not(miri))))]
-    fn advise_huge(&self) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
     }
 
     fn lock(&self) -> MutexGuard<'_, bool> {

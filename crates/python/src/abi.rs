@@ -12,8 +12,7 @@ use std::ffi::{CStr, c_char, c_int};
 use std::ptr;
 use std::slice;
 
-use crate::call::Call;
-use crate::input::Source;
+use warpool_report::request::{Call, Source};
 
 /// The version, which must be that of the Python package.
 const VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {

@@ -9,7 +9,7 @@ use warpool_answers::abi::{
     Input, warpool_answers_version, warpool_call_free, warpool_call_json, warpool_call_new, warpool_call_page,
     warpool_call_progress, warpool_call_run, warpool_call_stop,
 };
-use warpool_answers::{Call, Source};
+use warpool_report::request::{Call, Source};
 
 fn recording(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recordings").join(format!("{name}.pickle.xz"))

@@ -1,5 +1,6 @@
-//! Answers about recordings, as sentences, JSON objects and pages for the browser. The command and the Python functions
-//! show the same answers, so both get them from here. Nothing is computed here: that is `warpool-trace`.
+//! Answers about recordings, as sentences, JSON objects and pages for the browser. The command, the Python functions
+//! and the page in the browser show the same answers, so all get them from here. [`request`] has the commands as
+//! functions from JSON to JSON. Nothing is computed here: that is `warpool-trace`.
 
 #![deny(unsafe_code)]
 
@@ -7,6 +8,7 @@ pub mod diff;
 pub mod explain;
 pub mod moment;
 pub mod replay;
+pub mod request;
 pub mod size;
 pub mod tune;
 pub mod view;

@@ -41,6 +41,7 @@ pub mod diff;
 pub mod explain;
 #[doc(hidden)]
 pub mod growth;
+pub mod parallel;
 mod pickle;
 mod printable;
 mod read;

@@ -1,13 +1,12 @@
 //! `warpool explain`: why a recorded program ran out of memory. Files are explained in parallel; `text.rs` writes one
-//! explanation for people, `ranks.rs` compares many files; sentences and JSON come from `warpool-report`.
+//! explanation for people; sentences, tables and JSON come from `warpool-report`.
 
-mod ranks;
 mod text;
 
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use warpool_report::explain::object;
+use warpool_report::explain::{Rank, object, outliers, ranks_table};
 use warpool_report::moment;
 use warpool_trace::RecordingFormat;
 use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, MomentChoice, explain};
@@ -110,7 +109,7 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
         Ok(())
     })?;
     if explained.len() >= RANKS_MIN {
-        ranks::write(&explained, output)?;
+        write_ranks(&explained, output)?;
     } else {
         for (number, explained) in explained.iter().enumerate() {
             if number > 0 {
@@ -123,6 +122,21 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
         true => Ok(Verdict::Success),
         false => Err(CommandError::Usage(unreadable.join("\nwarpool: "))),
     }
+}
+
+/// Many explanations in one table, and those that differ from the others.
+fn write_ranks(explained: &[Explained], output: &mut Output) -> std::io::Result<()> {
+    let ranks: Vec<Rank<'_>> =
+        explained.iter().map(|Explained { name, explanation, .. }| Rank { name, explanation }).collect();
+    output.texts(&ranks_table(&ranks))?;
+    let Some((sentences, middle)) = outliers(&ranks) else {
+        return output.paragraph("None differs from the others by more than 5 % in what is allocated or reserved.");
+    };
+    for sentence in sentences {
+        output.paragraph(&sentence)?;
+    }
+    let file = output::printable(&explained[middle].file.display().to_string());
+    output.paragraph(&format!("`warpool explain FILE` tells more of one; the middle one is {file}."))
 }
 
 fn explain_file(

@@ -55,6 +55,8 @@ class Browser:
         self.buffer = b""
         self.number = 0
         self.events = []
+        # What the addresses begin with that a page may ask for.
+        self.own = ("file:", "blob:")
 
     def __enter__(self):
         return self
@@ -201,8 +203,10 @@ class Page:
                 found.append(" ".join(str(it.get("value", it.get("description"))) for it in params["args"]))
             elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
                 found.append(params["entry"]["text"])
-            elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(("file:", "blob:")):
-                found.append(f"it asked for {params['request']['url']}")
+            elif method == "Network.requestWillBeSent":
+                url = params["request"]["url"]
+                if not url.startswith(self.browser.own):
+                    found.append(f"it asked for {url}")
         return found
 
     def screenshot(self, path, clip=None):

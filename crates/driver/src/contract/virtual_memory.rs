@@ -1,8 +1,7 @@
 //! Virtual memory management: addresses are reserved, physical memory is created, and mapped to the addresses. None of
 //! these calls waits for the device: work that uses memory when it is unmapped faults.
 
-use std::os::fd::OwnedFd;
-
+use crate::platform::OwnedFd;
 use crate::{DeviceId, DevicePtr, PhysicalId, Result};
 
 /// Which granularity is queried.

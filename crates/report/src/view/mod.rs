@@ -12,7 +12,7 @@ use warpool_trace::explain::Frameworks;
 use warpool_trace::timeline::Timeline;
 
 pub use figures::object as figures;
-pub use page::Page;
+pub use page::{Page, inline_sources};
 use sections::device_part;
 pub use sections::{DevicePart, Section};
 

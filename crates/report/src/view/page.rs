@@ -97,7 +97,7 @@ impl Page {
     fn fill(&self, marker: &str, out: &mut dyn Write) -> io::Result<()> {
         match marker {
             "title" => write!(out, "{}", escaped(&self.title)),
-            "style" => write!(out, "<style>\n{STYLE}</style>"),
+            "style" => write!(out, "<style>{}</style>", style()),
             "data" => {
                 // Within a script element only `<` matters.
                 let manifest = self.manifest.to_string().replace('<', "\\u003c");
@@ -107,17 +107,30 @@ impl Page {
                 }
                 Ok(())
             }
-            "script" => write!(out, "<script type=\"module\">\n{}</script>", joined_scripts()),
+            "script" => write!(out, "<script type=\"module\">{}</script>", joined_scripts()),
             _ => unreachable!("the template has an unknown marker {marker}"),
         }
     }
+}
+
+/// The texts of the script and of the style that are in every page, for a `Content-Security-Policy` that allows them by
+/// their hashes.
+#[must_use]
+pub fn inline_sources() -> [String; 2] {
+    [joined_scripts(), style()]
+}
+
+fn style() -> String {
+    format!("\n{STYLE}")
 }
 
 /// All scripts as one: without imports, since everything is in one scope then.
 fn joined_scripts() -> String {
     let lines = SCRIPTS.iter().flat_map(|script| script.lines());
     let kept = lines.filter(|line| !line.starts_with("import "));
-    kept.map(|line| format!("{}\n", line.strip_prefix("export ").unwrap_or(line))).collect()
+    std::iter::once("\n".to_owned())
+        .chain(kept.map(|line| format!("{}\n", line.strip_prefix("export ").unwrap_or(line))))
+        .collect()
 }
 
 fn is_page(file: &Path) -> io::Result<bool> {

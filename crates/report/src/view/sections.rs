@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use warpool::memory::{Frame, SegmentKind, Snapshot, TextId};
 use warpool_trace::Category;
 use warpool_trace::explain::Frameworks;
+use warpool_trace::parallel::{in_parallel, threads_available};
 use warpool_trace::timeline::{Allocation, Level, MarkKind, Region, ReservedRange, Sample, StackTree, Timeline};
 
 use super::columns::Columns;
@@ -122,10 +123,7 @@ pub fn device_part(timeline: &Timeline, snapshot: &Snapshot, frameworks: &Framew
 /// Deflating takes longest, and sections do not depend on each other.
 fn packed(drafts: &[(String, Columns)]) -> Vec<Section> {
     let pack = |(id, columns): &(String, Columns)| Section { id: id.clone(), text: columns.pack() };
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = drafts.iter().map(|draft| scope.spawn(move || pack(draft))).collect();
-        threads.into_iter().map(|thread| thread.join().expect("deflating does not panic")).collect()
-    })
+    in_parallel(drafts.len(), threads_available(), |number| pack(&drafts[number]))
 }
 
 /// Whether the kind of any allocation is known.

@@ -4,6 +4,7 @@
 use warpool::memory::{Action, Backend, Settings};
 
 use super::{ExplainOptions, Explanation};
+use crate::parallel::threads_available;
 use crate::replay::{
     AddressOrders, AllocatorChoice, DeviceReplay, LimitOrigin, ReplayError, ReplayOptions, ReplayReport, WhatIf,
 };
@@ -108,11 +109,10 @@ pub(super) fn find(
     if recorded.in_force.allocator_recorded != AllocatorChoice::Paged {
         changes.push((Change::Allocator, Candidate::allocator(AllocatorChoice::Paged, "")));
     }
-    let threads = || std::thread::available_parallelism().map_or(1, usize::from);
     let trial_options = TrialOptions {
         capacity,
         address_orders: orders(options),
-        threads: options.threads.unwrap_or_else(threads),
+        threads: options.threads.unwrap_or_else(threads_available),
         progress: None,
     };
     let candidates: Vec<Candidate> = changes.iter().map(|(_, candidate)| candidate.clone()).collect();

@@ -4,7 +4,9 @@
 use std::cell::Cell;
 use std::io::{self, Read};
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use warpool::driver::platform::Instant;
 
 use super::error::{Checked, ReadError};
 use crate::budget::{Budget, Exceeded};

@@ -5,7 +5,7 @@ use std::io::{self, Cursor, Read};
 use std::rc::Rc;
 
 use super::archive::PEEK_BYTES;
-use super::compression::Compression;
+use super::compression::{Compression, exceeds_memory};
 use super::error::{Checked, ReadError};
 use crate::budget::{Budget, Exceeded};
 
@@ -94,7 +94,6 @@ impl<R: Read> Bounded<R> {
         let offset = self.offset;
         match self.layer {
             Layer::File => ReadError::Io { offset, source },
-            // The memory limit of xz, and the window limit of zstd, whose errors have no kind.
             Layer::Compressed(_) if exceeds_memory(&source) => {
                 ReadError::MemoryLimit { limit: self.budget.limit(), offset }
             }
@@ -119,12 +118,6 @@ impl<R: Read> Read for Bounded<R> {
             Err(error) => Err(io::Error::other(self.error(error))),
         }
     }
-}
-
-/// Whether a decompressor needs more memory than it may take.
-fn exceeds_memory(error: &io::Error) -> bool {
-    let xz = error.get_ref().and_then(|inner| inner.downcast_ref::<liblzma::stream::Error>());
-    matches!(xz, Some(liblzma::stream::Error::MemLimit)) || error.to_string().contains("Frame requires too much memory")
 }
 
 /// A reader that counts its bytes.

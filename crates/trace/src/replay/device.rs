@@ -1,8 +1,7 @@
 //! The recording of one device with the interpretation that reproduces it. What-ifs are answered from here: the proof
 //! is found once, and each what-if is one run, or one for each address order.
 
-use std::time::Instant;
-
+use warpool::driver::platform::Instant;
 use warpool::memory::{SegmentInfo, Settings, TraceEntry};
 
 use super::ReplayError;
@@ -16,6 +15,7 @@ use super::report::{AddressOrders, InferredLimit, Outcome, ReplayReport, Steady}
 use super::run::{OnProgress, Run, RunResult};
 use crate::budget::Budget;
 use crate::cards::DeviceMemory;
+use crate::parallel::threads_available;
 
 /// The recording of one device, replayed as recorded.
 pub struct DeviceReplay<'a> {
@@ -225,10 +225,9 @@ impl<'a> DeviceReplay<'a> {
             };
             return Ok(Answer { worst: result.clone(), orders, control: None });
         }
-        let threads = || std::thread::available_parallelism().map_or(1, usize::from);
         let order_options = OrderOptions {
             orders: options.address_orders.unwrap_or(ADDRESS_ORDERS).max(1),
-            threads: options.threads.unwrap_or_else(threads),
+            threads: options.threads.unwrap_or_else(threads_available),
         };
         let run = self.run(conditions, reproduced.is_some());
         let results = run_orders(&run, order_options, options.progress)?;

@@ -40,8 +40,8 @@ mod run;
 mod state;
 
 use std::collections::BTreeMap;
-use std::time::Instant;
 
+use warpool::driver::platform::Instant;
 use warpool::memory::{BlockInfo, SegmentInfo, Settings, SettingsError, Snapshot, TraceEntry};
 
 pub use device::DeviceReplay;

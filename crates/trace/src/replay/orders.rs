@@ -2,15 +2,13 @@
 //! addresses; if it never requests others, there is only one order. After that the driver's addresses are not known,
 //! and a seed chooses them: the answer is the range of the results.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, Ordering};
-
 use warpool::memory::{FreeBlockOrder, TraceEntry};
 
 use super::ReplayError;
 use super::options::AllocatorChoice;
 use super::report::AddressOrders;
 use super::run::{OnProgress, Run, RunResult, Scatter};
+use crate::parallel::in_parallel_beside;
 
 /// In how many orders to replay, and on how many threads.
 #[derive(Clone, Copy, Debug)]
@@ -147,27 +145,9 @@ fn run_seeds(
     options: OrderOptions,
     progress: OnProgress<'_>,
 ) -> Result<Vec<RunResult>, ReplayError> {
-    let next = AtomicU32::new(first);
-    let found: Mutex<Vec<(u32, Result<RunResult, ReplayError>)>> = Mutex::new(Vec::new());
-    let work = |progress: OnProgress<'_>| {
-        loop {
-            let seed = next.fetch_add(1, Ordering::Relaxed);
-            if seed >= options.orders {
-                return;
-            }
-            let result = seeded(run, u64::from(seed)).run(progress);
-            found.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push((seed, result));
-        }
-    };
-    let others = (options.orders.saturating_sub(first) as usize).min(options.threads).saturating_sub(1);
-    std::thread::scope(|scope| {
-        for _ in 0..others {
-            scope.spawn(|| work(None));
-        }
-        // The callback belongs to this thread.
-        work(progress);
-    });
-    let mut found = found.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
-    found.sort_unstable_by_key(|&(seed, _)| seed);
-    found.into_iter().map(|(_, result)| result).collect()
+    let count = options.orders.saturating_sub(first) as usize;
+    let seeded = |number: usize| seeded(run, u64::from(first) + number as u64);
+    // The callback belongs to this thread.
+    let own = |number| seeded(number).run(progress);
+    in_parallel_beside(count, options.threads, own, |number| seeded(number).run(None)).into_iter().collect()
 }

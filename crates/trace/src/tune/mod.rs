@@ -8,11 +8,11 @@ mod candidates;
 mod smallest;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 pub use candidates::{Candidate, candidates};
 pub use smallest::SmallestDevice;
 
+use crate::parallel::in_parallel;
 use crate::replay::{DeviceReplay, ReplayError, ReplayOptions, ReplayReport};
 
 /// How to try candidates.
@@ -60,31 +60,6 @@ fn replay_options(address_orders: u32) -> ReplayOptions<'static> {
 /// How many replays run at once: there must be memory for all.
 fn threads(devices: &[&DeviceReplay<'_>], options: &TrialOptions<'_>) -> usize {
     devices.iter().map(|device| device.runs_at_once()).min().unwrap_or(1).min(options.threads)
-}
-
-/// The results of `work` for all numbers below `count`, in their order.
-fn in_parallel<T: Send>(count: usize, threads: usize, work: impl Fn(usize) -> T + Sync) -> Vec<T> {
-    let next = AtomicUsize::new(0);
-    let found: Mutex<Vec<(usize, T)>> = Mutex::new(Vec::with_capacity(count));
-    let worker = || {
-        loop {
-            let number = next.fetch_add(1, Ordering::Relaxed);
-            if number >= count {
-                return;
-            }
-            let result = work(number);
-            found.lock().unwrap_or_else(PoisonError::into_inner).push((number, result));
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..threads.min(count) {
-            scope.spawn(worker);
-        }
-        worker();
-    });
-    let mut found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
-    found.sort_unstable_by_key(|&(number, _)| number);
-    found.into_iter().map(|(_, result)| result).collect()
 }
 
 /// A candidate with its results.

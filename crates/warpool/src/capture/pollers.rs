@@ -12,7 +12,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use warpool_driver::platform::Instant;
 
 use crate::error::GraphError;
 use crate::{Result, lock};

@@ -23,7 +23,9 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::rc::Rc;
 use std::sync::PoisonError;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use warpool_driver::platform::Instant;
 
 use super::primitives::{AtomicUsize, Condvar, Mutex, Ordering, lock, thread_local};
 use crate::Result;

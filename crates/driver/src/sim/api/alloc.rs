@@ -1,5 +1,6 @@
 //! Plain device memory.
 
+use crate::platform::process_id;
 use crate::sim::driver::SimDriver;
 use crate::sim::refuse::refuse;
 use crate::{Call, DeviceId, DevicePtr, ErrorCode, IpcMemoryHandle, Memory, MemoryInfo, Result};
@@ -50,7 +51,7 @@ impl Memory for SimDriver {
             state.use_device(device)?;
             let mut handle = [0; 64];
             handle[..8].copy_from_slice(IPC_MAGIC);
-            handle[8..16].copy_from_slice(&u64::from(std::process::id()).to_le_bytes());
+            handle[8..16].copy_from_slice(&u64::from(process_id()).to_le_bytes());
             handle[16..24].copy_from_slice(&state.driver_id.to_le_bytes());
             handle[24..32].copy_from_slice(&ptr.0.to_le_bytes());
             Ok(IpcMemoryHandle(handle))
@@ -63,7 +64,7 @@ impl Memory for SimDriver {
             if handle.0[..8] != *IPC_MAGIC {
                 return refuse(ErrorCode::InvalidValue, "these bytes are not the handle of memory");
             }
-            if handle.0[8..16] == u64::from(std::process::id()).to_le_bytes() {
+            if handle.0[8..16] == u64::from(process_id()).to_le_bytes() {
                 let why = "memory cannot be opened in the process that exported it";
                 return refuse(ErrorCode::InvalidContext, why);
             }

@@ -1,5 +1,6 @@
 //! Events.
 
+use crate::platform::process_id;
 use crate::sim::driver::SimDriver;
 use crate::sim::refuse::{refuse, unnamed};
 use crate::sim::state::SimState;
@@ -109,7 +110,7 @@ impl Events for SimDriver {
             }
             let mut handle = [0; 64];
             handle[..8].copy_from_slice(IPC_MAGIC);
-            handle[8..16].copy_from_slice(&u64::from(std::process::id()).to_le_bytes());
+            handle[8..16].copy_from_slice(&u64::from(process_id()).to_le_bytes());
             handle[16..24].copy_from_slice(&state.driver_id.to_le_bytes());
             handle[24..32].copy_from_slice(&event.0.to_le_bytes());
             Ok(IpcEventHandle(handle))
@@ -122,7 +123,7 @@ impl Events for SimDriver {
             if handle.0[..8] != *IPC_MAGIC {
                 return refuse(ErrorCode::MapFailed, "these bytes are not the handle of an event");
             }
-            if handle.0[8..16] == u64::from(std::process::id()).to_le_bytes() {
+            if handle.0[8..16] == u64::from(process_id()).to_le_bytes() {
                 let why = "an event cannot be opened in the process that exported it";
                 return refuse(ErrorCode::InvalidContext, why);
             }

@@ -1,11 +1,6 @@
 //! Virtual memory.
 
-use std::fs::File;
-use std::io::Write;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicU64, Ordering};
-
+use crate::platform::{contents, descriptor_of};
 use crate::sim::driver::SimDriver;
 use crate::sim::memory::{BackingId, Physical, RESERVATION_UNIT};
 use crate::sim::refuse::refuse;
@@ -126,7 +121,7 @@ impl VirtualMemory for SimDriver {
             let name = share_name(state.driver_id, backing);
             match kind {
                 ShareKind::Fabric => Ok(SharedMemory::Fabric(name)),
-                ShareKind::PosixFd => match share_file(&name) {
+                ShareKind::PosixFd => match descriptor_of(&name) {
                     Ok(fd) => Ok(SharedMemory::PosixFd(fd)),
                     Err(error) => refuse(ErrorCode::OperatingSystem, error.to_string()),
                 },
@@ -138,7 +133,7 @@ impl VirtualMemory for SimDriver {
         self.call(Call::VmImport, |state| {
             state.use_device(device)?;
             let (kind, name) = match shared {
-                SharedMemory::PosixFd(fd) => (ShareKind::PosixFd, read_share_file(fd)),
+                SharedMemory::PosixFd(fd) => (ShareKind::PosixFd, contents(fd)),
                 SharedMemory::Fabric(name) => (ShareKind::Fabric, Some(*name)),
             };
             let backing = match name.as_ref().and_then(read_share_name) {
@@ -192,22 +187,4 @@ fn share_name(driver_id: u64, backing: BackingId) -> [u8; 64] {
 fn read_share_name(name: &[u8; 64]) -> Option<(u64, BackingId)> {
     let word = |at: usize| u64::from_le_bytes(name[at..at + 8].try_into().expect("8 bytes"));
     (name[..8] == *SHARE_MAGIC).then(|| (word(8), BackingId(word(16))))
-}
-
-/// An unlinked file that contains a name, so that its descriptor can be duplicated and sent like a real one.
-fn share_file(name: &[u8; 64]) -> std::io::Result<OwnedFd> {
-    static FILES: AtomicU64 = AtomicU64::new(0);
-    let file_name = format!("warpool-sim-{}-{}", std::process::id(), FILES.fetch_add(1, Ordering::Relaxed));
-    let path = std::env::temp_dir().join(file_name);
-    let mut file = File::options().read(true).write(true).create_new(true).open(&path)?;
-    std::fs::remove_file(&path)?;
-    file.write_all(name)?;
-    Ok(file.into())
-}
-
-fn read_share_file(fd: &OwnedFd) -> Option<[u8; 64]> {
-    let file = File::from(fd.as_fd().try_clone_to_owned().ok()?);
-    let mut name = [0; 64];
-    file.read_exact_at(&mut name, 0).ok()?;
-    Some(name)
 }

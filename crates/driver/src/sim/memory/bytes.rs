@@ -3,10 +3,10 @@
 
 use std::ptr::{self, NonNull};
 
-use memmap2::{MmapOptions, MmapRaw};
 use rustc_hash::FxHashMap;
 
 use crate::ClaimedRange;
+use crate::platform::Mapping;
 
 const PAGE: usize = 4096;
 
@@ -78,7 +78,7 @@ unsafe impl Send for HostBytes {}
 
 #[derive(Debug)]
 enum Owner {
-    Mapped(#[expect(dead_code, reason = "held until the memory is unpinned")] MmapRaw),
+    Mapped(#[expect(dead_code, reason = "held until the memory is unpinned")] Mapping),
     Registered(#[expect(dead_code, reason = "held until the memory is unpinned")] ClaimedRange),
 }
 
@@ -88,7 +88,7 @@ impl HostBytes {
     /// `None` if the host does not have that much.
     pub fn allocate(bytes: u64) -> Option<Self> {
         let size = usize::try_from(bytes).ok().filter(|&size| size <= isize::MAX as usize)?;
-        let map = MmapRaw::from(MmapOptions::new().len(size).map_anon().ok()?);
+        let map = Mapping::new(size).ok()?;
         let start = NonNull::new(map.as_mut_ptr())?;
         // Host code makes pointers of the address, as it does with real pinned memory.
         start.as_ptr().expose_provenance();

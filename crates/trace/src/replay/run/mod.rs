@@ -6,9 +6,10 @@ mod memory;
 mod restore;
 mod rounds;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use warpool::driver::DevicePtr;
+use warpool::driver::platform::Instant;
 use warpool::memory::{Action, Allocation, DeviceAllocator as _, OomReport, Settings, SizeRules, TraceEntry};
 use warpool::{Error, Result};
 

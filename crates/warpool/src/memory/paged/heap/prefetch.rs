@@ -1,6 +1,9 @@
 //! Hints to the processor's cache.
 
-#![expect(unsafe_code, reason = "the instruction is not safe to call")]
+#![cfg_attr(
+    all(target_arch = "x86_64", not(miri)),
+    expect(unsafe_code, reason = "the instruction is not safe to call")
+)]
 
 /// Begins to load what is at this address, whatever that is, so that a later access need not wait for it.
 #[inline(always)]

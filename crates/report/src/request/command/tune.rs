@@ -2,16 +2,17 @@
 
 use std::path::PathBuf;
 
+use crate::tune::{object, recommendation};
 use serde_json::{Value, json};
-use warpool_report::tune::{object, recommendation};
+use warpool_trace::parallel::threads_available;
 use warpool_trace::replay::{DeviceReplay, DeviceReplays, ReplayError, ReplayOptions};
 use warpool_trace::tune::{Candidate, TrialOptions, candidates, tune};
 
-use crate::answer::Answer;
-use crate::error::{Error, Result};
-use crate::input::{Opened, Source};
-use crate::options::Options;
-use crate::work::{Stage, Work};
+use crate::request::answer::Answer;
+use crate::request::error::{Error, Result};
+use crate::request::input::{Opened, Source};
+use crate::request::options::Options;
+use crate::request::work::{Stage, Work};
 
 /// `candidates`: an object for each, the best first, as the command has it; `recommendation`: a sentence; `exact`:
 /// whether replays reproduce all recordings.
@@ -42,12 +43,7 @@ pub fn answer(mut options: Options, sources: &[Source<'_>], work: &Work) -> Resu
     let mut tried = candidates(&devices);
     tried.extend(further);
     let progress = |done: usize, total: usize| work.set(done as u64, total as u64);
-    let options = TrialOptions {
-        capacity,
-        address_orders,
-        threads: std::thread::available_parallelism().map_or(1, usize::from),
-        progress: Some(&progress),
-    };
+    let options = TrialOptions { capacity, address_orders, threads: threads_available(), progress: Some(&progress) };
     let tuned = tune(&devices, tried, &options).map_err(|error| match error {
         ReplayError::Stopped => Error::Stopped,
         error => Error::Input(error.to_string()),

@@ -1,9 +1,20 @@
-//! Compression formats, recognized by content, and their decompressors.
+//! Compression formats, recognized by content, and their decompressors. xz and zstd have two: `c.rs` where there is a C
+//! compiler, else `rust.rs`. gzip and bzip2 are Rust everywhere.
+
+#[cfg(all(feature = "c-libraries", not(target_family = "wasm")))]
+mod c;
+#[cfg(any(test, not(all(feature = "c-libraries", not(target_family = "wasm")))))]
+mod rust;
 
 use std::fmt;
 use std::io::{self, Read};
 
 use crate::budget::{Budget, Exceeded};
+
+#[cfg(all(feature = "c-libraries", not(target_family = "wasm")))]
+use c as library;
+#[cfg(not(all(feature = "c-libraries", not(target_family = "wasm"))))]
+use rust as library;
 
 /// The maximum memory for decompression. The file decides how much is needed: xz's largest preset needs 65 MiB and
 /// zstd's 128 MiB, but a header can ask for 4 GiB.
@@ -41,19 +52,13 @@ impl Compression {
         Ok(match self {
             Self::Xz => {
                 budget.take(memory_max).map_err(refused)?;
-                let stream = liblzma::stream::Stream::new_stream_decoder(memory_max, liblzma::stream::CONCATENATED)?;
-                Box::new(liblzma::read::XzDecoder::new_stream(raw, stream))
+                library::xz(raw, memory_max)?
             }
             Self::Gzip => Box::new(flate2::read::MultiGzDecoder::new(raw)),
             Self::Zstd => {
-                // The window, the output beside it, and what does not depend on the file.
-                const WINDOW_LOG_MAX: u32 = 27;
-                const FIXED: u64 = 1 << 20;
-                let window_log = memory_max.saturating_sub(FIXED).max(1).ilog2().clamp(10, WINDOW_LOG_MAX);
-                budget.take((1 << window_log) + FIXED).map_err(refused)?;
-                let mut decoder = zstd::Decoder::new(raw)?;
-                decoder.window_log_max(window_log)?;
-                Box::new(decoder)
+                let (window_log, bytes) = library::zstd_window(memory_max);
+                budget.take(bytes).map_err(refused)?;
+                library::zstd(raw, window_log)?
             }
             Self::Bzip2 => {
                 // A block of 900 kB, which takes four bytes each, and tables.
@@ -63,6 +68,11 @@ impl Compression {
             }
         })
     }
+}
+
+/// Whether a decompressor needs more memory than it may take.
+pub(super) fn exceeds_memory(error: &io::Error) -> bool {
+    library::exceeds_memory(error)
 }
 
 impl fmt::Display for Compression {

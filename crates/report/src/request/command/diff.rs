@@ -1,19 +1,18 @@
 //! `diff`: what two recordings hold at their moments, matched by call stack.
 
-use std::panic::resume_unwind;
-
+use crate::diff::{Side, compared, headline, object, page, pairs};
+use crate::view::{BYTES_MAX, DevicePart, device_parts};
 use serde_json::{Value, json};
-use warpool_report::diff::{Side, compared, headline, object, page, pairs};
-use warpool_report::view::{BYTES_MAX, DevicePart, device_parts};
 use warpool_trace::diff::diff;
 use warpool_trace::explain::{ExplainOptions, Frameworks, MomentChoice, explain};
+use warpool_trace::parallel::both;
 use warpool_trace::timeline::{Timeline, TimelineOptions, timelines};
 
-use crate::answer::Answer;
-use crate::error::{Error, Result};
-use crate::input::Source;
-use crate::options::Options;
-use crate::work::{Stage, Work};
+use crate::request::answer::Answer;
+use crate::request::error::{Error, Result};
+use crate::request::input::Source;
+use crate::request::options::Options;
+use crate::request::work::{Stage, Work};
 
 /// The options for both recordings.
 struct Asked {
@@ -57,11 +56,7 @@ fn device(sources: [&Source<'_>; 2], one: &Side, other: &Side) -> Value {
 /// Both at once; the progress is that of the first.
 fn both_sides(sources: [&Source<'_>; 2], asked: &Asked, work: &Work) -> [Result<Vec<Side>>; 2] {
     let other_work = work.beside();
-    std::thread::scope(|scope| {
-        let after = scope.spawn(|| sides(sources[1], asked, &other_work));
-        let before = sides(sources[0], asked, work);
-        [before, after.join().unwrap_or_else(|panic| resume_unwind(panic))]
-    })
+    both(|| sides(sources[0], asked, work), || sides(sources[1], asked, &other_work)).into()
 }
 
 fn sides(source: &Source<'_>, asked: &Asked, work: &Work) -> Result<Vec<Side>> {

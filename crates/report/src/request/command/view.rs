@@ -1,15 +1,16 @@
 //! `view`: a recording as a page for the browser.
 
+use crate::view::{figures, page};
 use serde_json::{Value, json};
-use warpool_report::view::{figures, page};
+use warpool_trace::RecordingFormat;
 use warpool_trace::explain::ExplainOptions;
 use warpool_trace::timeline::{TimelineOptions, timelines};
 
-use crate::answer::Answer;
-use crate::error::{Error, Result};
-use crate::input::Source;
-use crate::options::Options;
-use crate::work::{Stage, Work};
+use crate::request::answer::Answer;
+use crate::request::error::{Error, Result};
+use crate::request::input::Source;
+use crate::request::options::Options;
+use crate::request::work::{Stage, Work};
 
 /// The object that the command has, and the page.
 pub fn answer(mut options: Options, source: &Source<'_>, work: &Work) -> Result<Answer> {
@@ -26,6 +27,7 @@ pub fn answer(mut options: Options, source: &Source<'_>, work: &Work) -> Result<
         explain: ExplainOptions {
             capacity,
             frameworks: frameworks.clone(),
+            not_of_pytorch: opened.recording.format == RecordingFormat::RmmLog,
             skips_fits,
             memory_limit: Some(opened.memory_limit),
             progress: Some(&|progress| work.replayed(progress)),

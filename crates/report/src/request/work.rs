@@ -27,9 +27,18 @@ pub struct Work {
     stage: AtomicU8,
     done: AtomicU64,
     total: AtomicU64,
+    /// Called with every change, on the thread that makes it.
+    watch: Option<fn(u8, u64, u64)>,
 }
 
 impl Work {
+    /// Work whose progress is told to `watch`: stage, done and total, as [`progress`](Self::progress) has them. For a
+    /// caller without a thread that could ask.
+    #[must_use]
+    pub fn watched(watch: fn(u8, u64, u64)) -> Self {
+        Self { watch: Some(watch), ..Self::default() }
+    }
+
     /// Work that is done at the same time and not shown: it stops with this one.
     #[must_use]
     pub fn beside(&self) -> Self {
@@ -46,6 +55,9 @@ impl Work {
     pub fn set(&self, done: u64, total: u64) {
         self.done.store(done, Ordering::Relaxed);
         self.total.store(total, Ordering::Relaxed);
+        if let Some(watch) = self.watch {
+            watch(self.stage.load(Ordering::Relaxed), done, total);
+        }
     }
 
     /// The progress of a replay.

@@ -1,52 +1,61 @@
 //! Many explanations in one table, such as those of the ranks of one job: which differ from the others, and in what.
 
 use std::collections::BTreeMap;
-use std::io;
 
 use warpool_trace::explain::Explanation;
 
-use super::Explained;
-use crate::output::{self, Output};
+use super::tables::Table;
 use crate::size;
 
 /// A difference from the middle by more than this share makes an outlier.
 const OUTLIER: f64 = 0.05;
 
-/// Writes the table, and a paragraph for each that differs.
-pub(super) fn write(explained: &[Explained], output: &mut Output) -> io::Result<()> {
-    let mut table = output::table(&["file", "moment", ">allocated", ">reserved", "verdict", "held most by"]);
-    for Explained { name, explanation, .. } in explained {
+/// One recording among several.
+#[derive(Clone, Copy)]
+pub struct Rank<'a> {
+    /// The short name that distinguishes it.
+    pub name: &'a str,
+    /// Its explanation.
+    pub explanation: &'a Explanation,
+}
+
+/// All in one table.
+#[must_use]
+pub fn ranks_table(ranks: &[Rank<'_>]) -> Table {
+    let row = |&Rank { name, explanation }: &Rank<'_>| {
         let moment = explanation.moment();
         let most = moment.holders.groups.first();
         let most = most.map_or_else(String::new, |most| format!("{} ({})", most.name, size::format(most.bytes)));
-        table.add_row([
-            name.clone(),
+        vec![
+            name.to_owned(),
             moment.kind.name().to_owned(),
             size::format(moment.bytes_allocated),
             size::format(moment.bytes_reserved),
             explanation.verdict.words().to_owned(),
             most,
-        ]);
+        ]
+    };
+    Table {
+        title: format!("{} recordings", ranks.len()),
+        columns: &["file", "moment", ">allocated", ">reserved", "verdict", "held most by"],
+        rows: ranks.iter().map(row).collect(),
     }
-    output.table(&format!("{} recordings", explained.len()), &table)?;
-    let middle = middle(explained);
-    let outliers: Vec<&Explained> =
-        explained.iter().filter(|other| differs(&other.explanation, &middle.explanation)).collect();
-    if outliers.is_empty() {
-        return output.paragraph("None differs from the others by more than 5 % in what is allocated or reserved.");
-    }
-    for outlier in outliers {
-        output.paragraph(&difference(outlier, middle))?;
-    }
-    let file = output::printable(&middle.file.display().to_string());
-    output.paragraph(&format!("`warpool explain FILE` tells more of one; the middle one is {file}."))
 }
 
-/// The one in the middle, by allocated bytes.
-fn middle(explained: &[Explained]) -> &Explained {
-    let mut sorted: Vec<&Explained> = explained.iter().collect();
-    sorted.sort_by_key(|explained| explained.explanation.moment().bytes_allocated);
-    sorted[sorted.len() / 2]
+/// A sentence for each that differs from the middle, by allocated bytes, and the number of the middle; `None` if none
+/// differs.
+#[must_use]
+pub fn outliers(ranks: &[Rank<'_>]) -> Option<(Vec<String>, usize)> {
+    let middle = middle(ranks)?;
+    let others = ranks.iter().filter(|other| differs(other.explanation, ranks[middle].explanation));
+    let sentences: Vec<String> = others.map(|other| difference(*other, ranks[middle])).collect();
+    (!sentences.is_empty()).then_some((sentences, middle))
+}
+
+fn middle(ranks: &[Rank<'_>]) -> Option<usize> {
+    let mut sorted: Vec<usize> = (0..ranks.len()).collect();
+    sorted.sort_by_key(|&rank| ranks[rank].explanation.moment().bytes_allocated);
+    sorted.get(sorted.len() / 2).copied()
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a share")]
@@ -59,10 +68,10 @@ fn differs(one: &Explanation, middle: &Explanation) -> bool {
 }
 
 /// In what one differs from the middle.
-fn difference(outlier: &Explained, middle: &Explained) -> String {
+fn difference(outlier: Rank<'_>, middle: Rank<'_>) -> String {
     let (one, other) = (outlier.explanation.moment(), middle.explanation.moment());
-    let groups = |explained: &Explained| -> BTreeMap<(String, Option<String>), u64> {
-        let groups = explained.explanation.moment().holders.groups.iter();
+    let groups = |rank: Rank<'_>| -> BTreeMap<(String, Option<String>), u64> {
+        let groups = rank.explanation.moment().holders.groups.iter();
         groups.map(|holder| ((holder.name.clone(), holder.line.clone()), holder.bytes)).collect()
     };
     let (ours, theirs) = (groups(outlier), groups(middle));

@@ -5,12 +5,12 @@ use std::sync::OnceLock;
 
 use serde_json::{Value, json};
 
-use crate::answer::Answer;
-use crate::command;
-use crate::error::{Error, Result};
-use crate::input::Source;
-use crate::options::Options;
-use crate::work::Work;
+use crate::request::answer::Answer;
+use crate::request::command;
+use crate::request::error::{Error, Result};
+use crate::request::input::Source;
+use crate::request::options::Options;
+use crate::request::work::Work;
 
 /// A call. It is run once; other threads may read its [`work`](Self::work) meanwhile.
 #[derive(Debug, Default)]
@@ -27,6 +27,12 @@ struct Texts {
 }
 
 impl Call {
+    /// A call that tells its progress: see [`Work::watched`].
+    #[must_use]
+    pub fn watched(watch: fn(u8, u64, u64)) -> Self {
+        Self { work: Work::watched(watch), ..Self::default() }
+    }
+
     /// Its progress and its flag to stop.
     #[must_use]
     pub fn work(&self) -> &Work {
@@ -60,6 +66,12 @@ impl Call {
     #[must_use]
     pub fn json(&self) -> &str {
         self.texts.get().map_or("", |texts| &texts.json)
+    }
+
+    /// The answer and the page, as [`json`](Self::json) and [`page`](Self::page) have them.
+    #[must_use]
+    pub fn into_texts(self) -> (String, String) {
+        self.texts.into_inner().map_or_else(Default::default, |Texts { json, page }| (json, page))
     }
 
     /// The page; empty if there is none.

@@ -1,4 +1,4 @@
-//! Why there is no answer. The kind selects the exception in Python, and the sentence is its text.
+//! Why there is no answer: a kind, which selects the exception in Python, and a sentence.
 
 use std::io;
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The error as the object that Python makes an exception of.
+    /// The error as an object.
     #[must_use]
     pub fn object(&self) -> Value {
         match self {

@@ -2,12 +2,12 @@
 
 use std::ops::RangeInclusive;
 
+use crate::{moment, size};
 use serde_json::{Map, Value};
-use warpool_report::{moment, size};
 use warpool_trace::cards::Card;
 use warpool_trace::explain::{Frameworks, MomentChoice};
 
-use crate::error::{Error, Result};
+use crate::request::error::{Error, Result};
 
 /// Options by name. A null value counts as absent.
 pub struct Options(Map<String, Value>);

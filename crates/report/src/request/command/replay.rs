@@ -1,16 +1,16 @@
 //! `replay`: a recorded program with the real allocators on a simulated GPU.
 
+use crate::replay::{Reading, object, segment_totals, segments_object};
 use serde_json::{Value, json};
 use warpool::memory::{Backend, Settings, SettingsError, lint};
-use warpool_report::replay::{Reading, object, segment_totals, segments_object};
 use warpool_trace::RecordingFormat;
 use warpool_trace::replay::{AllocatorChoice, ReplayError, ReplayOptions, replay_devices};
 
-use crate::answer::Answer;
-use crate::error::{Error, Result};
-use crate::input::Source;
-use crate::options::Options;
-use crate::work::{Stage, Work};
+use crate::request::answer::Answer;
+use crate::request::error::{Error, Result};
+use crate::request::input::Source;
+use crate::request::options::Options;
+use crate::request::work::{Stage, Work};
 
 /// `devices`: an object for each, as the command has it.
 pub fn answer(mut options: Options, source: &Source<'_>, work: &Work) -> Result<Answer> {

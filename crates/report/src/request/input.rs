@@ -1,18 +1,18 @@
-//! The recordings of a request: files, or bytes of the caller.
+//! The recordings of a request: files, or bytes or streams of the caller.
 
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 
+use crate::size;
 use serde_json::Value;
-use warpool_report::size;
+use warpool::driver::platform::Instant;
 use warpool_trace::replay::ReplayError;
 use warpool_trace::{ReadError, ReadOptions, Recording, default_memory_limit, read};
 
-use crate::error::{Error, Result};
-use crate::work::{Stage, Work};
+use crate::request::error::{Error, Result};
+use crate::request::work::{Stage, Work};
 
 /// Where a recording is.
 #[derive(Clone, Debug)]
@@ -21,6 +21,25 @@ pub enum Source<'a> {
     Path(PathBuf),
     /// In memory.
     Bytes(&'a [u8]),
+    /// A stream of the caller.
+    Stream(Stream<'a>),
+}
+
+/// A recording that the caller reads, such as a file that a page in the browser was given.
+#[derive(Clone, Copy)]
+pub struct Stream<'a> {
+    /// The name of the file.
+    pub name: &'a str,
+    /// Its size.
+    pub bytes: u64,
+    /// Opens it, at its start.
+    pub open: &'a (dyn Fn() -> Box<dyn Read> + Sync),
+}
+
+impl fmt::Debug for Stream<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Stream({:?}, {} bytes)", self.name, self.bytes)
+    }
 }
 
 /// A recording that was read.
@@ -46,6 +65,7 @@ impl Source<'_> {
         let found = match self {
             Self::Path(path) => open_file(path).and_then(|(file, bytes)| read(watched(file, bytes, work), &options)),
             Self::Bytes(bytes) => read(watched(*bytes, bytes.len() as u64, work), &options),
+            Self::Stream(stream) => read(watched((stream.open)(), stream.bytes, work), &options),
         };
         if work.stop.is_stopped() {
             return Err(Error::Stopped);
@@ -64,21 +84,23 @@ impl Source<'_> {
         name.map_or_else(|| "snapshot".to_owned(), |name| name.to_string_lossy().into_owned())
     }
 
-    /// The path; empty if it is in memory.
+    /// The path or the name; empty if it is in memory.
     #[must_use]
     pub fn path(&self) -> &Path {
         match self {
             Self::Path(path) => path,
             Self::Bytes(_) => Path::new(""),
+            Self::Stream(stream) => Path::new(stream.name),
         }
     }
 
-    /// The value of the key `file` of an object: the path as it was given, or null.
+    /// The value of the key `file` of an object: the path or the name as it was given, or null.
     #[must_use]
     pub fn file_value(&self) -> Value {
         match self {
             Self::Path(path) => Value::from(path.to_string_lossy()),
             Self::Bytes(_) => Value::Null,
+            Self::Stream(stream) => Value::from(stream.name),
         }
     }
 
@@ -117,6 +139,7 @@ impl Source<'_> {
         match self {
             Self::Path(path) => format!("{}: {message}", path.display()),
             Self::Bytes(_) => message.to_string(),
+            Self::Stream(stream) => format!("{}: {message}", stream.name),
         }
     }
 }
