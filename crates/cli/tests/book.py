@@ -13,8 +13,8 @@
 * `c`: the blocks of a page are compiled, as one file. `toml` is parsed.
 
 A block that cannot run here says so behind its language, and is counted: `gpu` needs a GPU, `torch` needs PyTorch,
-`slow` takes minutes (`--slow` runs it), `published` needs published crates. Of these, syntax is checked, and whether the options of `warpool` and the files
-that they name exist. `--list` names them, and the commands that took longest.
+`slow` takes minutes (`--slow` runs it), `published` needs published crates. Of these, syntax is checked, and whether
+the options of `warpool` and the files that they name exist. `--list` names them, and the commands that took longest.
 
 Needs Python 3.9. Exit status: 0, 1 if a block fails, 2 on wrong usage.
 """
@@ -45,7 +45,7 @@ MARKS = {
 LANGUAGES = {"sh", "text", "python", "rust", "c", "toml"}
 # The names of recordings in the text.
 RECORDINGS = {
-    "oom.pickle": "oom_stacks.fraction_6gib.pickle.xz",
+    "oom.pickle": "oom_limit.default.pickle.xz",
     "train.pickle": "train.default.pickle.xz",
     "snapshot.pickle": "mempool.native.pickle.xz",
     "snapshot.pickle.xz": "mempool.native.pickle.xz",

@@ -24,8 +24,8 @@ pub struct Planted {
     pub rule: String,
     /// A test binary, and a filter of the names of its tests.
     pub test: String,
-    /// A campaign of `soak` and a number of its first programs, or the campaign alone if its programs differ from run to
-    /// run.
+    /// A campaign of `soak` and a number of its first programs, or the campaign alone if its programs differ from run
+    /// to run.
     pub soak: String,
 }
 
