@@ -4,6 +4,7 @@
 //! cargo run -p xtask -- modules        # imports between the modules of a crate form no circle
 //! cargo run -p xtask -- width          # lines of code and prose within 120 columns
 //! cargo run -p xtask -- compile-fail   # examples that must not compile fail for the reason that they name
+//! cargo run -p xtask -- examples       # every public item of warpool and driver belongs to an example
 //! cargo run -p xtask -- defects        # each planted defect is caught by tests and by soak; --short: as CI does it
 //! ```
 //!
@@ -12,6 +13,7 @@
 mod circles;
 mod compile_fail;
 mod defects;
+mod examples;
 mod imports;
 mod tracked;
 mod tree;
@@ -27,12 +29,13 @@ fn main() -> ExitCode {
         ["modules"] => modules(root),
         ["width"] => width::check(root),
         ["compile-fail"] => compile_fail::check(root),
+        ["examples"] => examples::check(root),
         ["defects", options @ ..] => match defects::Options::parse(options) {
             Some(options) => defects::check(root, &options),
             None => Err("usage: cargo run -p xtask -- defects [--short] [--soak-seconds N] [--only NUMBER]".to_owned()),
         },
         _ => {
-            eprintln!("usage: cargo run -p xtask -- modules | width | compile-fail | defects");
+            eprintln!("usage: cargo run -p xtask -- modules | width | compile-fail | examples | defects");
             return ExitCode::from(2);
         }
     };
