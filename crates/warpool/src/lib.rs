@@ -33,8 +33,39 @@
 //!   of other libraries from [`Stream::external`].
 //! - [`Event`]: a point in a stream. [`PooledEvent`]: without options, for allocators.
 //! - Current device and stream are per thread: [`Device::enter`], [`Stream::enter`], [`MultiStreamGuard`].
+//! - [`prelude`]: the names that most programs use.
 //! - [`memory`]: allocators, pools, settings. [`handle`] and [`blas`]: library handles, and cuBLAS with its workspaces.
 //!   [`generator`]: random numbers. [`graph`]: captures and replays.
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use warpool::driver::sim::{SimConfig, SimDriver};
+//! # use warpool::prelude::*;
+//! use warpool::{Endpoint, EventPool, MultiStreamGuard, PRIORITIES_MAX, STREAMS_PER_POOL};
+//!
+//! # fn main() -> warpool::Result<()> {
+//! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! # let device = instance.device(0)?;
+//! let streams = [device.pool_stream()?, device.high_priority_stream()?]; // of 32 each
+//! assert_eq!((STREAMS_PER_POOL, PRIORITIES_MAX), (32, 4));
+//! {
+//!     let _guard = MultiStreamGuard::enter(&streams[..1]); // one for each of several devices
+//!     assert_eq!(device.current_stream()?, streams[0]);
+//! }
+//!
+//! let pool: EventPool = device.event_pool();
+//! pool.reserve(2)?;
+//! let mut event = pool.take()?;
+//! event.record(&streams[1])?;
+//! event.synchronize()?;
+//!
+//! let (mut start, end) = (instance.timing_event(), instance.timing_event());
+//! start.record(&streams[0])?;
+//! let error = start.elapsed_ms(&end).unwrap_err();
+//! assert_eq!(error, warpool::Error::ElapsedNotRecorded { which: Endpoint::End });
+//! # Ok(())
+//! # }
+//! ```
 //!
 //! # No driver calls in destructors
 //! **Dropping a value of this crate makes no driver call.** While a process exits, the driver may be unloaded already,
@@ -89,6 +120,27 @@ mod steps;
 mod sync;
 pub mod typed;
 mod unwind;
+
+/// The names that most programs use.
+///
+/// ```
+/// use std::sync::Arc;
+/// use warpool::driver::sim::{SimConfig, SimDriver};
+/// use warpool::prelude::*;
+///
+/// # fn main() -> warpool::Result<()> {
+/// let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+/// let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+/// let stream = instance.device(0)?.lease_stream()?;
+/// let values = DeviceVec::from_slice(&allocator, &[1, 2, 3], &stream)?;
+/// assert_eq!(values.to_vec(&stream)?, [1, 2, 3]);
+/// # Ok(())
+/// # }
+/// ```
+pub mod prelude {
+    pub use crate::memory::{Allocate, CachingAllocator, DeviceAllocator, HostAllocator, Settings};
+    pub use crate::{Device, DeviceVec, Instance, PinnedVec, Stream};
+}
 
 pub use warpool_driver as driver;
 

@@ -5,6 +5,7 @@
 //! cargo run -p xtask -- width          # lines of code and prose within 120 columns
 //! cargo run -p xtask -- compile-fail   # examples that must not compile fail for the reason that they name
 //! cargo run -p xtask -- reference      # the book's pages of errors and C functions are those of the code; --write
+//! cargo run -p xtask -- examples       # every public item of warpool and driver belongs to an example
 //! cargo run -p xtask -- defects        # each planted defect is caught by tests and by soak; --short: as CI does it
 //! ```
 //!
@@ -13,6 +14,7 @@
 mod circles;
 mod compile_fail;
 mod defects;
+mod examples;
 mod imports;
 mod reference;
 mod tracked;
@@ -31,12 +33,13 @@ fn main() -> ExitCode {
         ["compile-fail"] => compile_fail::check(root),
         ["reference"] => reference::check(root, false),
         ["reference", "--write"] => reference::check(root, true),
+        ["examples"] => examples::check(root),
         ["defects", options @ ..] => match defects::Options::parse(options) {
             Some(options) => defects::check(root, &options),
             None => Err("usage: cargo run -p xtask -- defects [--short] [--soak-seconds N] [--only NUMBER]".to_owned()),
         },
         _ => {
-            eprintln!("usage: cargo run -p xtask -- modules | width | compile-fail | reference | defects");
+            eprintln!("usage: cargo run -p xtask -- modules | width | compile-fail | reference | examples | defects");
             return ExitCode::from(2);
         }
     };

@@ -36,6 +36,30 @@
 //! # }
 //! ```
 //!
+//! ```
+//! # use std::sync::Arc;
+//! # use warpool::driver::sim::{SimConfig, SimDriver};
+//! # use warpool::prelude::*;
+//! use warpool::blas::{BareHandle, Blas, BlasSettings, LtHandle, forbid_tf32, is_tf32_forbidden};
+//!
+//! # fn main() -> warpool::Result<()> {
+//! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! # let device = instance.device(0)?;
+//! # let stream = device.lease_stream()?;
+//! # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! let blas = Blas::new(&allocator, BlasSettings::default());
+//! let bare: BareHandle = blas.bare(&device)?; // without a workspace of Warpool's
+//! let lt: LtHandle = blas.lt_on(&stream)?; // of cuBLASLt, whose workspace is an argument
+//! let (_address, bytes) = lt.workspace();
+//! assert!(bytes > 0);
+//! {
+//!     let _guard = forbid_tf32(); // this thread, until it is dropped
+//!     assert!(is_tf32_forbidden());
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Workspaces
 //! The workspace of cuBLAS is a block of the allocator, one per handle and stream, allocated at the first fetch and
 //! cached. Its size depends on the device, on [`BlasSettings`] and on [`Blas::set_workspace_bytes`]. It is counted in

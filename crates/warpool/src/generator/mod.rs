@@ -26,6 +26,39 @@
 //! # }
 //! ```
 //!
+//! ```
+//! # use std::sync::Arc;
+//! # use warpool::driver::sim::{SimConfig, SimDriver};
+//! # use warpool::prelude::*;
+//! use warpool::driver::HostKernel;
+//! use warpool::generator::{DEFAULT_SEED, Generator, PHILOX_CUDA, philox, position};
+//! use warpool::graph::{GeneratorSlot, GraphArg};
+//!
+//! # fn main() -> warpool::Result<()> {
+//! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! # let device = instance.device(0)?;
+//! # let stream = device.lease_stream()?;
+//! let generator = Generator::new(&device)?;
+//! assert_eq!(generator.seed(), DEFAULT_SEED);
+//!
+//! // A kernel of your own begins with this, and has the three arguments of a reservation:
+//! assert!(PHILOX_CUDA.contains("warpool_position"));
+//! // What the simulated GPU runs for it:
+//! let draw = HostKernel::new("draw", |kernel| {
+//!     let (target, (seed, offset)) = (kernel.arg_ptr(0)?, position(kernel, 1)?);
+//!     kernel.write_u32(target, &philox::block(seed, 0, offset))
+//! });
+//! // In a graph, the first of the three is a slot, which each replay writes:
+//! let [slot, seed, offset] = generator.reserve(4, &stream)?.graph_args();
+//! let slot: Option<GeneratorSlot> = match slot {
+//!     GraphArg::Slot(slot) => slot,
+//!     other => panic!("{other:?}"),
+//! };
+//! assert_eq!(slot, None); // this is no capture
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! - [`Generator`]: seed and offset, fills, and [`reserve`](Generator::reserve) for users' own kernels.
 //! - A generator's *state* is seed and offset. Clones of a generator share one generator; [`share`](Generator::share)
 //!   creates another one with the same state, [`duplicate`](Generator::duplicate) another one with a copy of it, and

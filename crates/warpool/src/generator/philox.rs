@@ -7,6 +7,16 @@
 //! A *position* is (seed, subsequence, offset), as in cuRAND: the seed is the key, the subsequence is the upper half of
 //! the counter, and the lower half counts blocks of four words (`offset / 4`). The same position gives the same words
 //! as cuRAND's `curandStatePhilox4_32_10`.
+//!
+//! ```
+//! use warpool::generator::philox::{normals, uniform, words};
+//!
+//! let mut numbers = words(42, 0, 0); // of seed 42, subsequence 0, from offset 0 on
+//! let [first, second] = [(); 2].map(|()| numbers.next().expect("it has no end"));
+//! assert!(uniform(first) > 0.0 && uniform(first) <= 1.0);
+//! let [a, b] = normals(first, second);
+//! assert!(a.is_finite() && b.is_finite());
+//! ```
 
 /// Four words for a counter and a key: Philox 4x32 with 10 rounds, by Salmon, Moraes, Dror and Shaw.
 #[must_use]

@@ -42,6 +42,70 @@
 //! # }
 //! ```
 //!
+//! ```
+//! # use std::sync::Arc;
+//! # use warpool::driver::sim::{SimConfig, SimDriver};
+//! # use warpool::prelude::*;
+//! use warpool::driver::Pattern;
+//! use warpool::graph::{Call, CallOutcome, Callable, CaptureOptions, Fallback, Flag, Graph, GraphArg, GraphOptions};
+//! use warpool::graph::{GraphReport, GraphedCallable, GraphedOptions, HostKey, Input, Polling};
+//! use warpool::memory::DeviceBlock;
+//!
+//! # fn main() -> warpool::Result<()> {
+//! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! # let device = instance.device(0)?;
+//! # let stream = device.lease_stream()?;
+//! # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! // A body that runs if a byte is not 0, and pinned memory in a graph.
+//! let host = HostAllocator::new(&instance, Settings::default().pinned);
+//! let mut graph = Graph::new(&allocator, &device, GraphOptions::default())?;
+//! graph.capture(&stream, CaptureOptions::default(), |capture| {
+//!     let flag = capture.allocate(1)?;
+//!     let pinned: HostKey = capture.allocate_host(&host, 64)?;
+//!     let stream = capture.stream().clone();
+//!     capture.fill(flag, Pattern::U8(1), 1, &stream)?;
+//!     let arguments = [GraphArg::from(flag), GraphArg::from(pinned), GraphArg::from(1_u32)]; // for `Capture::launch`
+//!     assert_eq!(arguments.len(), 3);
+//!     capture.if_node(Flag::byte(flag), |body| {
+//!         let stream = body.stream().clone();
+//!         body.fill(flag, Pattern::U8(0), 1, &stream)
+//!     })
+//! })?;
+//! graph.replay(&stream)?;
+//!
+//! // One graph per shape, and calls without one if none fits.
+//! struct Zeros;
+//!
+//! impl Callable for Zeros {
+//!     type Shape = u64;
+//!
+//!     fn input_bytes(&self, shape: &u64) -> Vec<u64> {
+//!         vec![*shape]
+//!     }
+//!
+//!     fn run(&self, call: &Call<'_, u64>) -> warpool::Result<Vec<DeviceBlock>> {
+//!         let output = call.allocator().allocate(*call.shape(), call.stream())?;
+//!         call.stream().instance().driver().fill(output.ptr(), Pattern::U8(0), output.bytes(), call.stream().id())?;
+//!         Ok(vec![output])
+//!     }
+//! }
+//!
+//! let mut zeros = GraphedCallable::new(&allocator, &device, Zeros, [256, 1024], GraphedOptions::default())?;
+//! let reports: &[GraphReport<u64>] = zeros.reports();
+//! assert!(reports.iter().all(|report| report.failed.is_none()));
+//! let input = allocator.allocate(256, &stream)?;
+//! # instance.driver().fill(input.ptr(), Pattern::U8(1), 256, stream.id())?;
+//! assert_eq!(zeros.call(&256, &[Input::from(&input)], &stream)?.replayed(), Some(&256));
+//! let larger = allocator.allocate(300, &stream)?;
+//! let outcome: CallOutcome<'_, u64> = zeros.call(&300, &[Input::from(&larger)], &stream)?;
+//! assert_eq!(outcome.fallback(), Some(&Fallback::NoSuchShape));
+//!
+//! // A thread that queries events while others capture says so.
+//! let polling: Polling = instance.polling();
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! - A [`Graph`] has three stages: new, capturing, captured. [`Graph::reset`] and a failed capture make it new again.
 //! - [`Graph::capture`] captures in a scope, [`Capture`], that cannot be left incomplete. [`Graph::capture_begin`] and
 //!   [`Graph::capture_end`] are for callers from other languages; [`Graph::scope`] gives these the same scope in

@@ -25,6 +25,31 @@
 //! # }
 //! ```
 //!
+//! ```
+//! # use std::sync::Arc;
+//! # use warpool::driver::sim::{SimConfig, SimDriver};
+//! # use warpool::prelude::*;
+//! use warpool::handle::{Cublas, CublasLt, Cudnn, Cusolver, HandlePool, LibraryHandle, LibraryKind};
+//!
+//! # fn main() -> warpool::Result<()> {
+//! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! # let device = instance.device(0)?;
+//! # let stream = device.lease_stream()?;
+//! # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! /// Any of them: cuBLAS, cuBLASLt, cuDNN, cuSPARSE and cuSOLVER.
+//! fn one<K: LibraryKind<Handle = LibraryHandle>>(device: &Device, kind: K) -> warpool::Result<()> {
+//!     let pool = HandlePool::new(device.instance(), kind);
+//!     println!("{:?}", pool.current(device)?.id());
+//!     pool.close()
+//! }
+//! one(&device, Cublas)?;
+//! one(&device, CublasLt)?;
+//! one(&device, Cudnn)?;
+//! one(&device, Cusolver)?;
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! Handles are destroyed only by [`HandlePool::trim`] and [`HandlePool::close`]: not when a thread ends, not when the
 //! pool is dropped, not while the process exits. Handles in use at that time are leaked without a warning.
 //!

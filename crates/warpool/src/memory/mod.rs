@@ -30,19 +30,29 @@
 //! # }
 //! ```
 //!
+//! Here is what every program needs:
 //! - [`DeviceAllocator`] is the trait of all allocators of device memory: [`CachingAllocator`], which places every
 //!   block where PyTorch's native allocator would, [`PagedAllocator`], which maps physical pages where they are needed
-//!   and so has almost no fragmentation, and [`DriverPoolAllocator`], over the driver's own pools. [`DeviceBlock`] is
-//!   owned memory; the raw calls of the trait are for C and for replays.
+//!   and so has almost no fragmentation, [`DriverPoolAllocator`], over the driver's own pools, and
+//!   [`PluggableAllocator`], over a user's functions. [`DeviceBlock`] is owned memory, and [`Allocate`] has the calls
+//!   that allocate it.
 //! - [`HostAllocator`] allocates pinned host memory, as [`HostBlock`]s, for all devices.
-//! - [`PluggableAllocator`] is a device allocator over a user's functions, an [`ExternalAllocator`];
-//!   [`ExternalUpstream`] makes them the upstream of one pool.
-//! - [`Limited`] and [`Traced`] are [`Decorator`]s: each wraps any allocator and adds one thing.
-//! - [`MemPool`] and [`PrivatePools`]: private pools, for graphs and for programs that want memory of their own.
-//! - [`Settings`]: PyTorch's settings strings, parsed strictly; [`lint`] reports settings without effect.
-//!   [`SizeRules`]: how a request is rounded and when a block is split.
-//! - [`Stats`], [`HistoryOptions`], [`Snapshot`]: statistics, allocation history and state, in PyTorch's terms.
-//! - [`Observers`]: callbacks, including those for low memory.
+//!
+//! The rest is in modules, one per subject:
+//!
+//! | module | what |
+//! |---|---|
+//! | [`settings`] | PyTorch's settings strings, parsed strictly; [`lint`] reports what has no effect |
+//! | [`report`] | statistics, history, snapshots and observers, in PyTorch's terms |
+//! | [`pools`] | private pools, for graphs and for programs that want memory of their own; checkpoints, upstreams |
+//! | [`host`] | pinned memory: its allocator, statistics and pools of captures |
+//! | [`sleep`] | memory that returns to the driver and comes back at the same addresses |
+//! | [`external`] | a user's allocator, as a device allocator or as the upstream of one pool |
+//! | [`decorate`] | allocators that wrap another and add one thing: a cap, a log |
+//! | [`uncached`] | allocators without a cache |
+//! | [`raw`] | requests in addresses and ids |
+//!
+//! [`SizeRules`]: how a request is rounded and when a block is split. [`OomReport`]: what an out-of-memory error knows.
 //!
 //! # Differences from PyTorch
 //! - A search of cached memory never waits for another thread's driver call: these are made under a separate lock.
@@ -57,7 +67,8 @@
 //! - Oversize segments of private pools are not released to make room: a graph may use them.
 //! - A private pool is removed with its last segment, independent of paired calls.
 //! - [`CachingAllocator::allocate_at`] writes no history entries about the parts that it splits off.
-//! - Sharing a block with other processes is left to the caller: [`MappedPart`]s describe its mappings.
+//! - Sharing a block with other processes is left to the caller: [`MappedPart`]s describe its
+//!   mappings.
 
 mod allocation;
 mod allocator;
@@ -67,11 +78,11 @@ mod capture_count;
 mod capture_memory;
 mod checkpoint;
 mod core;
-mod decorate;
+pub mod decorate;
 mod device_block;
-mod external;
+pub mod external;
 mod hold;
-mod host;
+pub mod host;
 mod limit;
 mod paged;
 mod pool;
@@ -79,51 +90,139 @@ mod pool_owner;
 mod pool_sleep;
 mod pool_table;
 mod private_pools;
-mod report;
+pub mod report;
 mod scopes;
 mod segment_source;
-mod settings;
+pub mod settings;
 mod shortage;
 mod size_rules;
-mod sleep;
+pub mod sleep;
 mod stream_fence;
-mod uncached;
+pub mod uncached;
 
-pub use crate::error::{OomCause, OomReport, PageShortage, PinnedCapReport};
+pub use crate::error::{OomCause, OomReport};
 pub use crate::pool_id::MemPoolId;
-#[doc(hidden)]
-pub use allocation::GraphKey;
-pub use allocation::{Allocation, MappedPart, Request, SnapshotOptions};
 pub use allocator::{DeviceAllocator, SharedAllocator};
 pub use caching::CachingAllocator;
-pub(crate) use capture_memory::CaptureMemory;
-pub use checkpoint::{Checkpoints, PoolCheckpoint, Restored};
-pub use decorate::{AllocatorCall, Decorator, FreeCall, Limited, Traced};
 pub use device_block::{Allocate, DeviceBlock};
-pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, RawStream};
-pub(crate) use hold::{BlockHold, HeldBlock};
-pub(crate) use host::CapturedHostPools;
-pub use host::{HostAllocator, HostBlock, HostGraphPool, HostStats, HostTime};
+pub use host::{HostAllocator, HostBlock};
 pub use paged::PagedAllocator;
-pub use pool::{MemPool, PoolScope};
-pub(crate) use pool_sleep::SleepingPools;
+pub use pool::MemPool;
+pub use settings::{PinnedSettings, Settings};
+pub use size_rules::SizeRules;
+pub use sleep::Tags;
+pub use uncached::{DriverPoolAllocator, PluggableAllocator};
+
+/// Private pools: memory that only certain requests get.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use warpool::driver::sim::{SimConfig, SimDriver};
+/// # use warpool::prelude::*;
+/// use warpool::memory::pools::{Checkpoints, MemPool, PoolCheckpoint, PoolOptions, PoolUser, Restored, Route};
+///
+/// # fn main() -> warpool::Result<()> {
+/// # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+/// # let device = instance.device(0)?;
+/// # let stream = device.lease_stream()?;
+/// # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+/// let pool = MemPool::new(&allocator, &device, PoolOptions::default())?;
+/// let block = allocator.allocate_in(&pool, 1 << 20, &stream)?;
+/// {
+///     let _scope = pool.enter()?; // until it is dropped, all requests of this thread
+///     let another = allocator.allocate(1 << 20, &stream)?;
+/// }
+///
+/// // The calls of `PrivatePools` take ids: here all requests of a stream, whichever thread makes them.
+/// let pools = allocator.pools()?;
+/// pools.begin_routing(device.id(), pool.id(), Route::Stream(stream.id()))?;
+/// let third = allocator.allocate(1 << 20, &stream)?;
+/// pools.end_routing(device.id(), pool.id())?;
+/// pools.retain_pool_as(device.id(), pool.id(), PoolUser::RAW)?; // a use that a raw call ends
+/// pools.release_pool_as(device.id(), pool.id(), PoolUser::RAW)?;
+///
+/// // A checkpoint restores which blocks are allocated, not what is in them.
+/// let checkpoints: &dyn Checkpoints = allocator.checkpoints()?;
+/// let before: PoolCheckpoint = checkpoints.checkpoint(device.id(), pool.id())?;
+/// third.free()?;
+/// let restored: Restored = checkpoints.restore(&before)?;
+/// assert_eq!(restored.allocated.len(), 2); // at their addresses; the owner of `block` frees nothing any more
+/// for allocation in restored.allocated {
+///     allocator.free(allocation)?;
+/// }
+/// drop(block);
+/// pool.close()?; // returns its memory to the driver
+/// # Ok(())
+/// # }
+/// ```
+pub mod pools {
+    pub use super::checkpoint::{Checkpoints, PoolCheckpoint, Restored};
+    pub use super::pool::{MemPool, PoolScope};
+    pub use super::private_pools::{PoolOptions, PoolUser, PrivatePools, Route, Upstream};
+    pub use crate::pool_id::MemPoolId;
+}
+
+/// The calls of [`DeviceAllocator`] in addresses and ids, for C interfaces and replays. Rust programs use
+/// [`DeviceBlock`], which frees its memory when it is dropped.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use warpool::driver::sim::{SimConfig, SimDriver};
+/// # use warpool::memory::raw::{Allocation, MappedPart, Request};
+/// # use warpool::prelude::*;
+/// # fn main() -> warpool::Result<()> {
+/// # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+/// # let device = instance.device(0)?;
+/// # let stream = device.pool_stream()?;
+/// # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+/// let allocation: Allocation = allocator.allocate_raw(Request::new(device.id(), stream.id(), 1000))?;
+/// assert_eq!((allocation.bytes_requested, allocation.bytes), (1000, 1024));
+/// allocator.free_raw(allocation.ptr)?; // nothing else frees it
+/// # Ok(())
+/// # }
+/// ```
+pub mod raw {
+    pub use super::allocation::{Allocation, MappedPart, Request};
+}
+
+// By the names that they had before the modules, for code that was written then.
+#[doc(hidden)]
+pub use crate::error::{PageShortage, PinnedCapReport};
+#[doc(hidden)]
+pub use allocation::{Allocation, GraphKey, MappedPart, Request, SnapshotOptions};
+#[doc(hidden)]
+pub use checkpoint::{Checkpoints, PoolCheckpoint, Restored};
+#[doc(hidden)]
+pub use decorate::{AllocatorCall, Decorator, FreeCall, Limited, Traced};
+#[doc(hidden)]
+pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, RawStream};
+#[doc(hidden)]
+pub use host::{HostGraphPool, HostStats, HostTime};
+#[doc(hidden)]
+pub use pool::PoolScope;
 #[doc(hidden)]
 pub use pool_sleep::{Asleep, ScopeId};
 #[doc(hidden)]
-pub use private_pools::PoolSleep;
-pub(crate) use private_pools::PoolUses;
-pub use private_pools::{PoolOptions, PoolUser, PrivatePools, Route, Upstream};
-pub(crate) use report::with_metadata;
+pub use private_pools::{PoolOptions, PoolSleep, PoolUser, PrivatePools, Route, Upstream};
+#[doc(hidden)]
 pub use report::{
     Action, Annotation, BlockInfo, BlockState, Frame, HistoryEntry, HistoryOptions, ObserverId, Observers, OomObserver,
     PageStats, PageTotals, PressureCallback, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, Stack, StackHook,
     StackId, StackLevel, Stat, StatByKind, Stats, TextId, Texts, TraceEntry, Tracker, TrimHook, pop_compile_context,
     push_compile_context, set_user_metadata, user_metadata,
 };
+#[doc(hidden)]
 pub use settings::{
-    Backend, FreeBlockOrder, Lint, Origin, PinnedSettings, Problem, Reserve, SettingValue, Settings, SettingsError,
-    Warning, lint,
+    Backend, FreeBlockOrder, Lint, Origin, Problem, Reserve, SettingValue, SettingsError, Warning, lint,
 };
-pub use size_rules::SizeRules;
-pub use sleep::{Keep, SleepReport, Tag, TagInfo, TagScope, TagState, Tags};
-pub use uncached::{DriverPoolAllocator, PluggableAllocator, UncachedAllocator};
+#[doc(hidden)]
+pub use sleep::{Keep, SleepReport, Tag, TagInfo, TagScope, TagState};
+#[doc(hidden)]
+pub use uncached::UncachedAllocator;
+
+pub(crate) use capture_memory::CaptureMemory;
+pub(crate) use hold::{BlockHold, HeldBlock};
+pub(crate) use host::CapturedHostPools;
+pub(crate) use pool_sleep::SleepingPools;
+pub(crate) use private_pools::PoolUses;
+pub(crate) use report::with_metadata;

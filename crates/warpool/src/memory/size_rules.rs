@@ -16,6 +16,14 @@ const SHARED_SEGMENT_BELOW: u64 = 10 * MIB;
 const OWN_SEGMENT_MULTIPLE: u64 = 2 * MIB;
 
 /// The size rules under some settings.
+///
+/// ```
+/// use warpool::memory::{Settings, SizeRules};
+///
+/// let rules = SizeRules::new(&Settings::default());
+/// assert_eq!(rules.round(1000), 1024);
+/// assert_eq!(rules.segment(1024), 2 << 20); // cut from a segment of 2 MiB
+/// ```
 #[derive(Clone, Debug)]
 pub struct SizeRules {
     divisions: [u64; 16],

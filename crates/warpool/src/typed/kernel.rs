@@ -56,6 +56,25 @@ use crate::{Device, Error, Result, Stream};
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A function over any kernel takes the arguments that fit it:
+/// ```
+/// use warpool::Stream;
+/// use warpool::typed::{Argument, Arguments, Kernel, Parameter, Parameters, Pointer, PointerMut};
+///
+/// fn launch<'a, P: Parameters>(
+///     kernel: &Kernel<P>, stream: &Stream, len: usize, arguments: impl Arguments<'a, P>,
+/// ) -> warpool::Result<()> {
+///     println!("{} over {len} elements", kernel.name());
+///     kernel.launch_linear(stream, len, arguments)
+/// }
+///
+/// fn is_argument<'a, P: Parameter>(_: impl Argument<'a, P>) {}
+/// is_argument::<u32>(7);
+///
+/// /// Addresses without lengths, for kernels of other libraries.
+/// type Copies = Kernel<(Pointer<f32>, PointerMut<f32>, u64)>;
+/// ```
 /// A slice of another type does not compile:
 /// ```compile_fail,E0277
 /// # use warpool::{DeviceVec, Stream, typed::{Kernel, Slice, SliceMut}};

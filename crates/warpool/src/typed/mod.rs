@@ -9,7 +9,6 @@
 //!
 //! # fn main() -> warpool::Result<()> {
 //! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?; // or Arc::new(CudaDriver::open()?)
-//! // Vectors take any `Arc` of an allocator; graphs and tags take this type.
 //! let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
 //! let host = HostAllocator::new(&instance, PinnedSettings::default());
 //! let device = instance.device(0)?;
@@ -24,6 +23,32 @@
 //! let (ones, twos) = values.view().split_at(500)?;
 //! assert_eq!(compute.to_vec(ones)?, [1.0; 500]);
 //! assert_eq!(compute.to_vec(twos)?, [2.0; 500]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use warpool::driver::sim::{SimConfig, SimDriver};
+//! # use warpool::prelude::*;
+//! use warpool::typed::{Rows, RowsMut, Zeroable};
+//!
+//! # fn main() -> warpool::Result<()> {
+//! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! # let device = instance.device(0)?;
+//! # let stream = device.lease_stream()?;
+//! # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! // A matrix of 4 x 6, and a part of 2 x 3 of it, by rows and a stride.
+//! let matrix = DeviceVec::from_slice(&allocator, &[u32::zeroed(); 24], &stream)?;
+//! let mut part = DeviceVec::from_slice(&allocator, &[7_u32; 6], &stream)?;
+//! let source: Rows<'_, u32> = matrix.view().slice(8..)?.rows(2, 3, 6)?;
+//! let mut view = part.view_mut();
+//! let mut target: RowsMut<'_, u32> = view.rows_mut(2, 3, 3)?;
+//! stream.copy_rows(&source, &mut target)?;
+//! assert_eq!(part.to_vec(&stream)?, [0; 6]);
+//!
+//! let error = stream.copy(&matrix, &mut part).unwrap_err();
+//! assert!(matches!(error, warpool::Error::Buffer(warpool::typed::BufferError::Length { .. })));
 //! # Ok(())
 //! # }
 //! ```

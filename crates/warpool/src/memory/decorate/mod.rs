@@ -5,6 +5,38 @@
 //! one that it was requested from, so its free passes through all decorators. Private pools belong to the innermost
 //! allocator, and calls about them go directly there. Allocation at a given address, checkpoints and the hot path would
 //! bypass the decorator, and are not forwarded.
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use warpool::driver::sim::{SimConfig, SimDriver};
+//! # use warpool::prelude::*;
+//! use std::sync::atomic::{AtomicU64, Ordering};
+//! use warpool::memory::OomCause;
+//! use warpool::memory::decorate::{AllocatorCall, Limited, Traced};
+//!
+//! # fn main() -> warpool::Result<()> {
+//! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! # let device = instance.device(0)?;
+//! # let stream = device.lease_stream()?;
+//! # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! let limited = Arc::new(Limited::new(&allocator, 1 << 20));
+//! let frees = Arc::new(AtomicU64::new(0));
+//! let counter = frees.clone();
+//! let traced = Arc::new(Traced::new(&limited, move |call, _error| {
+//!     if let AllocatorCall::Free(_) = call {
+//!         counter.fetch_add(1, Ordering::Relaxed);
+//!     }
+//! }));
+//!
+//! drop(traced.allocate(1 << 20, &stream)?);
+//! assert_eq!(frees.load(Ordering::Relaxed), 1);
+//! match traced.allocate(2 << 20, &stream) {
+//!     Err(warpool::Error::OutOfMemory(report)) => assert!(matches!(report.cause, OomCause::Cap { .. })),
+//!     other => panic!("{other:?}"),
+//! }
+//! # Ok(())
+//! # }
+//! ```
 
 mod limited;
 mod traced;

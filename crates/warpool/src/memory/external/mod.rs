@@ -1,6 +1,53 @@
 //! External allocators: device memory from a user's functions. A Rust type, closures ([`FnAllocator`]) or C functions
 //! written for PyTorch's `CUDAPluggableAllocator` (the crate `warpool-external`).
 //!
+//! ```
+//! # use std::sync::Arc;
+//! # use warpool::driver::sim::{SimConfig, SimDriver};
+//! # use warpool::prelude::*;
+//! use warpool::driver::{DeviceId, DevicePtr, Driver};
+//! use warpool::memory::external::{BaseAllocation, ExternalAllocator, ExternalUpstream, Handled, RawStream};
+//! use warpool::memory::pools::{MemPool, PoolOptions};
+//! use warpool::memory::PluggableAllocator;
+//!
+//! # fn main() -> warpool::Result<()> {
+//! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! # let device = instance.device(0)?;
+//! # let stream = device.lease_stream()?;
+//! # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! struct Mine(Arc<dyn Driver>);
+//!
+//! impl ExternalAllocator for Mine {
+//!     fn allocate(&self, bytes: u64, device: DeviceId, _stream: RawStream) -> warpool::Result<Option<DevicePtr>> {
+//!         Ok(self.0.mem_alloc(device, bytes).ok()) // `None` if there is no memory
+//!     }
+//!
+//!     fn free(&self, ptr: DevicePtr, _bytes: u64, _device: DeviceId, _stream: RawStream) -> warpool::Result<()> {
+//!         Ok(self.0.mem_free(ptr)?)
+//!     }
+//!
+//!     fn base_allocation(&self, ptr: DevicePtr) -> Option<BaseAllocation> {
+//!         Some(BaseAllocation { ptr, bytes: None }) // nothing is cut from a larger allocation
+//!     }
+//!
+//!     fn record_stream(&self, _ptr: DevicePtr, _stream: RawStream) -> Handled {
+//!         Handled::No // Warpool waits for the stream
+//!     }
+//! }
+//!
+//! // As a program's allocator:
+//! let mine = Arc::new(Mine(instance.driver().clone()));
+//! let pluggable = Arc::new(PluggableAllocator::new(&instance, mine.clone())?);
+//! pluggable.allocate(1000, &stream)?.free()?;
+//!
+//! // As the source of one pool of another allocator:
+//! let upstream = Arc::new(ExternalUpstream::new(&instance, mine)?);
+//! let pool = MemPool::new(&allocator, &device, PoolOptions { upstream: Some(upstream), ..PoolOptions::default() })?;
+//! allocator.allocate_in(&pool, 1000, &stream)?.free()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! [`PluggableAllocator`](super::PluggableAllocator) is a device allocator that uses one; [`ExternalUpstream`] makes
 //! one the upstream of a pool of the caching allocator.
 

@@ -220,8 +220,12 @@ impl Shared {
                 lock(&block.usage).streams.add(stream.id());
             }
             Err(Error::Graph(GraphError::ForeignCapture)) => {
-                let ptr = format_args!("{:#x}", block.ptr());
-                tracing::warn!(%stream, ptr, "pinned memory used by a capture begun without Warpool is never reused");
+                let ptr = block.ptr();
+                tracing::warn!(
+                    %stream,
+                    ptr = format_args!("{ptr:#x}"),
+                    "pinned memory used by a capture begun without Warpool is never reused"
+                );
                 lock(&block.usage).in_foreign_graph = true;
             }
             Err(error) => return Err(error),

@@ -4,7 +4,8 @@
 //! use std::sync::Arc;
 //! use warpool::Instance;
 //! use warpool::driver::sim::{SimConfig, SimDriver};
-//! use warpool::memory::{HostAllocator, PinnedSettings};
+//! use warpool::memory::PinnedSettings;
+//! use warpool::memory::host::{HostAllocator, HostStats, HostTime};
 //!
 //! # fn main() -> warpool::Result<()> {
 //! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
@@ -18,7 +19,9 @@
 //!
 //! stream.synchronize()?;
 //! pinned.trim(0)?; // unpins what is cached
-//! assert_eq!(pinned.stats().allocated_bytes.current, 0);
+//! let stats: HostStats = pinned.stats();
+//! let time: HostTime = stats.host_alloc_time;
+//! assert_eq!((stats.allocated_bytes.current, time.count), (0, 1)); // pinned once
 //! # pinned.close()?;
 //! # Ok(())
 //! # }

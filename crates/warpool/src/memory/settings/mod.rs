@@ -3,6 +3,23 @@
 //! The grammar is that of PyTorch's `PYTORCH_CUDA_ALLOC_CONF`, read strictly: an invalid string changes nothing. The
 //! caller passes the string: nothing is read from the environment here, and no driver is called.
 //!
+//! ```
+//! use warpool::memory::settings::{Backend, Origin, Problem, SettingValue, Warning, lint};
+//!
+//! # fn main() -> warpool::Result<()> {
+//! let report = lint("backend:paged,garbage_collection_threshold:0.8");
+//! let warning: &Warning = &report.warnings[0]; // the paged allocator does not use it
+//! println!("{}: {}", warning.key, warning.text);
+//! assert_eq!(report.effective.expect("it is valid").backend, Backend::Paged);
+//! let given: Vec<&SettingValue> = report.values.iter().filter(|value| value.origin == Origin::Given).collect();
+//! assert_eq!(given.len(), 2);
+//!
+//! let problem: &Problem = &lint("roundup_power2_divisions:3").problems[0];
+//! println!("at {:?}: {}", problem.at, problem.text);
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! The keys and the grammar are listed at [`Settings`].
 
 mod keys;

@@ -4,9 +4,8 @@
 //! use std::sync::Arc;
 //! use warpool::Instance;
 //! use warpool::driver::sim::{SimConfig, SimDriver};
-//! use warpool::memory::{
-//!     Allocate, CachingAllocator, DeviceAllocator, HostAllocator, Keep, PinnedSettings, Settings, Tags,
-//! };
+//! use warpool::memory::sleep::{Keep, TagInfo, TagState, Tags};
+//! use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, HostAllocator, PinnedSettings, Settings};
 //!
 //! # fn main() -> warpool::Result<()> {
 //! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
@@ -20,6 +19,8 @@
 //! };
 //! tags.sleep(&["weights"], Keep::Host)?; // the driver has the memory, the host the contents
 //! assert_eq!(allocator.stats(device.id())?.reserved_bytes.all.current, 0);
+//! let info: &TagInfo = &tags.info()[0];
+//! assert!(matches!(info.state, TagState::Asleep { .. }) && info.bytes_host > 0);
 //! tags.wake(&["weights"])?; // at the same address, with the same contents
 //! drop(weights);
 //! # Ok(())

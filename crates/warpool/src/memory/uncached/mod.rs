@@ -2,6 +2,29 @@
 //! stream-ordered pool ([`DriverPoolAllocator`]) or a user's allocator ([`PluggableAllocator`]); this module keeps the
 //! allocation table, limits, statistics, history and private pools, and decides when a freed block may be released.
 //!
+//! ```
+//! # use std::sync::Arc;
+//! # use warpool::driver::sim::{SimConfig, SimDriver};
+//! # use warpool::prelude::*;
+//! use warpool::memory::DriverPoolAllocator;
+//! use warpool::memory::uncached::UncachedAllocator;
+//!
+//! # fn main() -> warpool::Result<()> {
+//! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! # let device = instance.device(0)?;
+//! # let stream = device.lease_stream()?;
+//! # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! let pool = Arc::new(DriverPoolAllocator::new(&instance));
+//! pool.allocate(1 << 20, &stream)?.free()?; // by the driver's calls, in the order of the stream
+//! assert_eq!(pool.stats(device.id())?.allocated_bytes.all.peak, 1 << 20);
+//!
+//! /// Those without a cache are one type, over different sources.
+//! fn table_of<S>(_: &UncachedAllocator<S>) {}
+//! table_of(&pool);
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # The life of an allocation
 //! 1. The request is routed to a pool, and counted against the limit by the requested size (`allocate.rs`).
 //! 2. The source allocates. If it has no memory: pressure callbacks, a wait for freed blocks, a trim of the source, and
