@@ -57,13 +57,20 @@ fn nanos(ticks: u64, rate: u64) -> u64 {
 
 #[cfg(target_arch = "x86_64")]
 mod counter {
-    use std::arch::x86_64::{__cpuid, _rdtsc};
+    use std::arch::x86_64::{__cpuid, _rdtsc, CpuidResult};
 
     /// Whether the counter runs at a constant rate, in all states of all cores.
     pub(super) fn is_reliable() -> bool {
         const POWER: u32 = 0x8000_0007;
         const INVARIANT: u32 = 1 << 8;
-        __cpuid(0x8000_0000).eax >= POWER && __cpuid(POWER).edx & INVARIANT != 0
+        cpuid(0x8000_0000).eax >= POWER && cpuid(POWER).edx & INVARIANT != 0
+    }
+
+    #[expect(clippy::allow_attributes, reason = "what is unused depends on the version of Rust")]
+    #[allow(unused_unsafe, reason = "a safe function in newer versions than 1.90")]
+    fn cpuid(leaf: u32) -> CpuidResult {
+        // SAFETY: every x86-64 processor has the instruction.
+        unsafe { __cpuid(leaf) }
     }
 
     #[inline]

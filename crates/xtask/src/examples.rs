@@ -1,7 +1,7 @@
-//! Every public item of `warpool` and `driver` belongs to an example of the documentation that is compiled. One names the
-//! item, or calls a method or reads a field of an item that belongs to one, whose declaration names the item: `Stats`
-//! belongs to an example that calls `stats`. A trait belongs to one that calls a method of it. Methods belong to the
-//! example of their type.
+//! Every public item of `warpool` and `driver` belongs to an example of the documentation that is compiled. One names
+//! the item, or calls a method or reads a field of an item that belongs to one, whose declaration names the item:
+//! `Stats` belongs to an example that calls `stats`. A trait belongs to one that calls a method of it. Methods belong
+//! to the example of their type.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -227,11 +227,13 @@ mod tests {
         let tree = Tree::from_sources(&[
             (
                 "",
-                "pub mod memory; mod typed; pub use typed::{Vector, Hidden as Seen}; pub use other as driver; mod all; pub use all::*;",
+                "pub mod memory; mod typed; pub use typed::{Vector, Hidden as Seen}; pub use other as driver; mod all;
+                 pub use all::*;",
             ),
             (
                 "memory",
-                "mod pool; pub use pool::Pool; pub(crate) use pool::Inner; #[doc(hidden)] pub use pool::Secret;",
+                "mod pool; pub use pool::Pool; pub(crate) use pool::Inner;
+                 #[doc(hidden)] pub use pool::Secret;",
             ),
             ("memory::pool", "pub struct Pool; pub struct Inner; pub struct Secret;"),
             ("typed", "pub struct Vector; pub struct Hidden; struct Private;"),
@@ -246,7 +248,8 @@ mod tests {
     fn an_example_has_what_the_members_that_it_uses_declare() {
         let items = syn::parse_file(
             "struct Pool; impl Pool { fn stats(&self) -> Result<Stats> {} fn other(&self) -> Other {} }
-             struct Stats { pub bytes: Bytes, hidden: Hidden, pub unread: Unread } trait Called { fn stats() -> Found; } trait Unused { fn never() -> Lost; }",
+             struct Stats { pub bytes: Bytes, hidden: Hidden, pub unread: Unread }
+             trait Called { fn stats() -> Found; } trait Unused { fn never() -> Lost; }",
         );
         let members = members(&items.expect("valid Rust").items);
         let found = belonging(&members, &["Pool", "stats", "bytes", "hidden"].into());

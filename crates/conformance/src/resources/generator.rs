@@ -115,7 +115,7 @@ fn philox_matches_curand(context: &TestContext) -> CheckResult {
         with_allocator(context, |allocator, stream| {
             let block = allocator.allocate(4 * 48, stream)?;
             let mut seen = 0;
-            for line in include_str!("../../../warpool/tests/data/curand_philox.txt").lines() {
+            for line in include_str!("../../data/curand_philox.txt").lines() {
                 let fields: Vec<u64> =
                     line.split(' ').filter_map(|field| u64::from_str_radix(field, 16).ok()).collect();
                 let (seed, subsequence, offset) = (fields[0], fields[1], fields[2]);
