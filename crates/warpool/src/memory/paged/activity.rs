@@ -3,23 +3,24 @@
 //!
 //! A heap is listed by its first allocation or free, under its own lock; looking at it removes it from the list.
 
+use super::ids::HeapId;
 use crate::sync::spin_lock::SpinLock;
 
 #[derive(Debug, Default)]
 pub(super) struct Activity {
-    heaps: SpinLock<Vec<u32>>,
+    heaps: SpinLock<Vec<HeapId>>,
 }
 
 impl Activity {
     /// Lists a heap, which is not listed.
     #[cold]
     #[inline(never)]
-    pub(super) fn push(&self, heap: u32) {
+    pub(super) fn push(&self, heap: HeapId) {
         self.heaps.lock().push(heap);
     }
 
     /// Takes the list, in the order of numbers. To be called without a heap's lock.
-    pub(super) fn take(&self) -> Vec<u32> {
+    pub(super) fn take(&self) -> Vec<HeapId> {
         let mut heaps = std::mem::take(&mut *self.heaps.lock());
         heaps.sort_unstable();
         heaps

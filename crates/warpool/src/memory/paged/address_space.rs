@@ -9,6 +9,7 @@ use warpool_driver::DevicePtr;
 
 use super::sync::{AtomicU64, AtomicUsize, OnceLock, Ordering};
 use crate::memory::SegmentKind;
+use crate::memory::paged::ids::{HeapId, RangeInHeap};
 use crate::{Error, Instance, Result, lock};
 
 /// Ranges begin and end at multiples of this.
@@ -20,35 +21,35 @@ const ARENAS_MAX: usize = 64;
 /// Where in a heap an address is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Location {
-    pub(super) heap: u32,
+    pub(super) heap: HeapId,
     pub(super) kind: SegmentKind,
     /// The number of its range in the area.
-    pub(super) range: u32,
+    pub(super) range: RangeInHeap,
 }
 
 impl Location {
     fn pack(self) -> u64 {
-        1 << 63 | u64::from(self.heap) << 31 | u64::from(self.range) << 1 | self.kind as u64
+        1 << 63 | u64::from(self.heap.0) << 31 | u64::from(self.range.0) << 1 | self.kind as u64
     }
 
     fn unpack(packed: u64) -> Option<Self> {
         let (kind, range) = Self::unpack_place(packed);
         #[expect(clippy::cast_possible_truncation, reason = "a field of `pack`")]
-        let heap = (packed >> 31) as u32;
+        let heap = HeapId((packed >> 31) as u32);
         (packed >> 63 == 1).then_some(Self { heap, kind, range })
     }
 
     /// Whether it is a location in this heap.
     #[inline]
-    fn is_in(packed: u64, heap: u32) -> bool {
-        packed >> 31 == 1 << 32 | u64::from(heap)
+    fn is_in(packed: u64, heap: HeapId) -> bool {
+        packed >> 31 == 1 << 32 | u64::from(heap.0)
     }
 
     /// Its kind and range.
     #[inline]
-    fn unpack_place(packed: u64) -> (SegmentKind, u32) {
+    fn unpack_place(packed: u64) -> (SegmentKind, RangeInHeap) {
         let kind = if packed & 1 == 0 { SegmentKind::Small } else { SegmentKind::Large };
-        (kind, (packed >> 1 & 0x3FFF_FFFF) as u32)
+        (kind, RangeInHeap((packed >> 1 & 0x3FFF_FFFF) as u32))
     }
 }
 
@@ -147,7 +148,7 @@ impl AddressSpace {
 
     /// Where an address is, if it is in a range of that heap, and that is in the first arena: mostly there is one.
     #[inline(always)]
-    pub(super) fn locate_in(&self, heap: u32, ptr: DevicePtr) -> Option<(SegmentKind, u32)> {
+    pub(super) fn locate_in(&self, heap: HeapId, ptr: DevicePtr) -> Option<(SegmentKind, RangeInHeap)> {
         let packed = self.arenas[0].get()?.stripe(ptr)?.load(Ordering::Acquire);
         Location::is_in(packed, heap).then(|| Location::unpack_place(packed))
     }
@@ -203,13 +204,13 @@ mod tests {
 
     #[test]
     fn a_location_survives_packing() {
-        for heap in [0, 1, u32::MAX] {
-            for range in [0, 7, 0x3FFF_FFFF] {
+        for heap in [0, 1, u32::MAX].map(HeapId) {
+            for range in [0, 7, 0x3FFF_FFFF].map(RangeInHeap) {
                 for kind in [SegmentKind::Small, SegmentKind::Large] {
                     let location = Location { heap, kind, range };
                     assert_eq!(Location::unpack(location.pack()), Some(location));
                     assert!(Location::is_in(location.pack(), heap));
-                    assert!(!Location::is_in(location.pack(), heap ^ 1));
+                    assert!(!Location::is_in(location.pack(), HeapId(heap.0 ^ 1)));
                 }
             }
         }

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use warpool_driver::StreamId;
 
 use super::device::PagedDevice;
+use super::ids::HeapId;
 use super::last_work::{LastWork, Owner};
 use super::old_mappings::bystander_events;
 use super::pages::PageTable;
@@ -29,7 +30,7 @@ const NEW_HEAPS: u64 = 1;
 
 /// Makes an unused heap of the default pool the heap of `owner`, a new stream. Returns its number, and the stream that
 /// it had before.
-pub(super) fn adopt(device: &PagedDevice, table: &mut PageTable, owner: Owner) -> Result<Option<(u32, StreamId)>> {
+pub(super) fn adopt(device: &PagedDevice, table: &mut PageTable, owner: Owner) -> Result<Option<(HeapId, StreamId)>> {
     let details = device.entry_details(StackLevel::All);
     look_at_used(device, table);
     if table.unused_heaps.heaps.iter().any(|heap| heap.bystanders.is_none()) {
@@ -84,7 +85,7 @@ fn are_done(device: &PagedDevice, events: &[Arc<PooledEvent>]) -> Result<bool> {
 fn change_owner(
     device: &PagedDevice,
     table: &mut PageTable,
-    (number, ends): (u32, u64),
+    (number, ends): (HeapId, u64),
     owner: Owner,
     details: &EntryDetails,
 ) -> Option<StreamId> {

@@ -9,6 +9,7 @@ use super::device::{BlockRef, PagedDevice};
 use super::fill::{self, FillRequest};
 use super::free::Fences;
 use super::heap::{self, Heap};
+use super::ids::{BlockId, HeapId};
 use super::pending::PendingFrees;
 use super::{PagedAllocator, reclaim, segments, shortage};
 use crate::defect::Defect;
@@ -18,21 +19,26 @@ use crate::unwind::OnUnwind;
 use crate::{Error, Result, lock};
 
 impl PagedDevice {
-    /// Allocates from free blocks of the heap.
+    /// Allocates from free blocks of the heap of a stream and pool.
     #[inline]
-    fn search(&self, request: &Request, pool: MemPoolId, details: &EntryDetails) -> Result<(u32, Option<Allocation>)> {
+    fn search(
+        &self,
+        request: &Request,
+        pool: MemPoolId,
+        details: &EntryDetails,
+    ) -> Result<(HeapId, Option<Allocation>)> {
+        let no_split = !pool.is_default() && lock(&self.pools).is_no_split(pool);
         loop {
             let (number, cell) = self.heap_for(request.stream, pool)?;
             let mut heap = cell.lock();
-            if !heap.is_of(request.stream, pool) {
-                // It was retired, and may be used again.
-                drop(heap);
-                self.forget_last_heap();
-                continue;
+            if heap.is_of(request.stream, pool) {
+                let block = heap.allocate_as(request.bytes, no_split);
+                let allocation = block.map(|block| self.finish(&mut heap, number, block, details));
+                return Ok((number, allocation));
             }
-            let block = heap.allocate(request.bytes);
-            let allocation = block.map(|block| self.finish(&mut heap, number, block, details));
-            return Ok((number, allocation));
+            // It was retired, and may be used again.
+            drop(heap);
+            self.forget_last_heap();
         }
     }
 
@@ -44,17 +50,15 @@ impl PagedDevice {
         pool: MemPoolId,
         capturing: bool,
         details: &EntryDetails,
-    ) -> Result<(u32, Option<Allocation>)> {
-        let no_split = {
+    ) -> Result<(HeapId, Option<Allocation>)> {
+        {
             let mut pools = lock(&self.pools);
             pools.expect_serving(pool)?;
             if capturing {
                 pools.record_capture(pool);
             }
-            pools.is_no_split(pool)
-        };
-        let (number, found) =
-            if no_split { self.search_whole(request, pool, details) } else { self.search(request, pool, details) }?;
+        }
+        let (number, found) = self.search(request, pool, details)?;
         if let Some(allocation) = &found
             && let Err(error) = lock(&self.pools).expect_serving(pool)
         {
@@ -63,21 +67,6 @@ impl PagedDevice {
             return Err(error);
         }
         Ok((number, found))
-    }
-
-    /// Allocates a whole free segment of a pool whose segments are not split.
-    fn search_whole(
-        &self,
-        request: &Request,
-        pool: MemPoolId,
-        details: &EntryDetails,
-    ) -> Result<(u32, Option<Allocation>)> {
-        let (number, cell) = self.heap_for(request.stream, pool)?;
-        let mut heap = cell.lock();
-        let kind = heap::kind_of(heap::rounded(request.bytes));
-        let is_own = heap.is_of(request.stream, pool);
-        let block = if is_own { heap.allocate_whole(kind, request.bytes) } else { None };
-        Ok((number, block.map(|block| self.finish(&mut heap, number, block, details))))
     }
 
     /// A free block of a pool with segments that serves the default pool before it runs out of memory.
@@ -90,9 +79,7 @@ impl PagedDevice {
             if !heap.is_of(request.stream, pool) {
                 return None;
             }
-            let kind = heap::kind_of(heap::rounded(request.bytes));
-            let block = if no_split { heap.allocate_whole(kind, request.bytes) } else { heap.allocate(request.bytes) };
-            block.map(|block| {
+            heap.allocate_as(request.bytes, no_split).map(|block| {
                 heap.set_lent(block);
                 self.finish(&mut heap, number, block, details)
             })
@@ -101,7 +88,7 @@ impl PagedDevice {
 
     /// The allocation of a block, with its entry in the history.
     #[inline]
-    pub(super) fn finish(&self, heap: &mut Heap, number: u32, block: u32, details: &EntryDetails) -> Allocation {
+    pub(super) fn finish(&self, heap: &mut Heap, number: HeapId, block: BlockId, details: &EntryDetails) -> Allocation {
         let allocation = heap.allocation(block, self.id, BlockRef { heap: number, block }.pack());
         if !details.is_off() {
             heap.set_stack(block, details.stack.clone());
@@ -117,18 +104,18 @@ impl PagedDevice {
         &self,
         request: &Request,
         pool: MemPoolId,
-        number: u32,
+        number: HeapId,
         capturing: bool,
         details: &EntryDetails,
     ) -> Result<Allocation> {
         if !capturing
             && PendingFrees::new(self, details).wait_for_unnamed()?
-            && let (_, Some(found)) = self.search_again(request, pool, details)?
+            && let (_, Some(found)) = self.search(request, pool, details)?
         {
             return Ok(found);
         }
         if self.observers().run_pressure_callbacks(self.id)
-            && let (_, Some(found)) = self.search_again(request, pool, details)?
+            && let (_, Some(found)) = self.search(request, pool, details)?
         {
             return Ok(found);
         }
@@ -141,7 +128,7 @@ impl PagedDevice {
             on_oom: false,
         };
         let has_segments = !pool.is_default() && lock(&self.pools).has_segments(pool);
-        let finish = |block: u32| self.finish(&mut self.heaps.get(number).lock(), number, block, details);
+        let finish = |block: BlockId| self.finish(&mut self.heaps.get(number).lock(), number, block, details);
         let allocate = |on_oom: bool| {
             // A callback, or the completion of pending frees, may have used other heaps.
             self.using(number);
@@ -178,7 +165,7 @@ impl PagedDevice {
                 if has_segments {
                     // The source may have the memory of what is free elsewhere.
                     reclaim::release_all(self, MemPoolId::DEFAULT, 0, details)?;
-                    if let (_, Some(found)) = self.search_again(request, pool, details)? {
+                    if let (_, Some(found)) = self.search(request, pool, details)? {
                         return Ok(found);
                     }
                 } else {
@@ -191,22 +178,11 @@ impl PagedDevice {
         outcome.map_err(|cause| self.out_of_memory(request, number, cause, capturing, details))
     }
 
-    /// The search of a request that was routed already.
-    fn search_again(
-        &self,
-        request: &Request,
-        pool: MemPoolId,
-        details: &EntryDetails,
-    ) -> Result<(u32, Option<Allocation>)> {
-        let no_split = !pool.is_default() && lock(&self.pools).is_no_split(pool);
-        if no_split { self.search_whole(request, pool, details) } else { self.search(request, pool, details) }
-    }
-
     /// Counts a failed request, calls the observers, and makes the error.
     fn out_of_memory(
         &self,
         request: &Request,
-        number: u32,
+        number: HeapId,
         why: OomCause,
         capturing: bool,
         details: &EntryDetails,

@@ -7,7 +7,6 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 use super::device::{BlockRef, PagedDevice};
 use super::free::{Fences, result_of};
 use super::heap::Heap;
-use super::hot_path::Again;
 use super::last_heap::last_device;
 use super::pending::PendingFrees;
 use super::{PagedAllocator, inactive, naming_backend, reclaim, snapshot};
@@ -19,6 +18,11 @@ use crate::memory::{
 use crate::{Error, Instance, Result, lock};
 
 impl PagedAllocator {
+    #[inline(always)]
+    fn allocate_plain(&self, request: &Request) -> Option<Allocation> {
+        self.devices.get(request.device.0 as usize)?.allocate_plain(request)
+    }
+
     pub(super) fn locate(&self, ptr: DevicePtr) -> Result<(&PagedDevice, Allocation)> {
         self.instance().expect_own_process("find")?;
         for device in &self.devices {
@@ -47,11 +51,9 @@ unsafe impl DeviceAllocator for PagedAllocator {
 
     #[inline]
     fn allocate_raw(&self, request: Request) -> Result<Allocation> {
-        match self.allocate_again(&request) {
-            Again::Done(allocation) => Ok(allocation),
-            // Calls at the end: the hot path has nothing to keep for afterwards.
-            Again::Search(heap, number) => self.allocate_after_search(heap, number, &request),
-            Again::Other => self.allocate_otherwise(&request),
+        match self.allocate_plain(&request) {
+            Some(allocation) => Ok(allocation),
+            None => self.allocate_checked(request),
         }
     }
 
@@ -62,7 +64,7 @@ unsafe impl DeviceAllocator for PagedAllocator {
     }
 
     fn allocate_cached(&self, request: &Request) -> Option<DevicePtr> {
-        self.take_cached(request).map(|allocation| allocation.ptr)
+        self.allocate_plain(request).map(|allocation| allocation.ptr)
     }
 
     fn free_cached(&self, device: DeviceId, ptr: DevicePtr) -> bool {

@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use warpool_driver::StreamId;
 
+use super::ids::HeapId;
 use crate::{PooledEvent, Result};
 
 /// How often a stream is waited for after each allocation or free, whether or not it is busy: a program allocates first
@@ -33,7 +34,7 @@ pub(super) struct Bystanders {
 struct Bystander {
     stream: StreamId,
     /// Its heap with the last allocation or free, unless that was retired.
-    heap: Option<u32>,
+    heap: Option<HeapId>,
     /// How often it is waited for whether or not it is busy.
     times: u32,
     /// The last event after its work.
@@ -42,7 +43,7 @@ struct Bystander {
 
 impl Bystanders {
     /// Something was allocated or freed on a stream.
-    pub(super) fn note(&mut self, stream: StreamId, heap: u32) {
+    pub(super) fn note(&mut self, stream: StreamId, heap: HeapId) {
         let known = self.streams.iter().position(|bystander| bystander.stream == stream);
         let event = known.and_then(|at| self.streams.remove(at)).and_then(|bystander| bystander.event);
         self.streams.push_front(Bystander { stream, heap: Some(heap), times: TIMES, event });
@@ -50,7 +51,7 @@ impl Bystanders {
     }
 
     /// A heap was retired: it may be another stream's from here on.
-    pub(super) fn heap_retired(&mut self, heap: u32) {
+    pub(super) fn heap_retired(&mut self, heap: HeapId) {
         for bystander in self.streams.iter_mut().filter(|bystander| bystander.heap == Some(heap)) {
             (bystander.heap, bystander.times) = (None, 0);
         }
@@ -70,7 +71,7 @@ impl Bystanders {
     pub(super) fn events(
         &mut self,
         except: &[StreamId],
-        record: impl Fn(u32) -> Result<Option<Arc<PooledEvent>>>,
+        record: impl Fn(HeapId) -> Result<Option<Arc<PooledEvent>>>,
         is_done: impl Fn(&PooledEvent) -> Result<bool>,
     ) -> Vec<(StreamId, Arc<PooledEvent>)> {
         if crate::defect::Defect::ForgetsBystanders.is_on() {
@@ -99,7 +100,7 @@ impl Bystander {
     /// Records the next event. `false` if the stream was found idle, and need not be waited for.
     fn next_event(
         &mut self,
-        record: impl Fn(u32) -> Result<Option<Arc<PooledEvent>>>,
+        record: impl Fn(HeapId) -> Result<Option<Arc<PooledEvent>>>,
         is_done: impl Fn(&PooledEvent) -> Result<bool>,
     ) -> Result<bool> {
         if self.times == 0

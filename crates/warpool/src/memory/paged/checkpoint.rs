@@ -10,6 +10,7 @@ use super::address_space::Location;
 use super::device::{BlockRef, PagedDevice};
 use super::free::Fences;
 use super::heap::{Freed, Heap, Kept, State};
+use super::ids::{BlockId, HeapId};
 use super::pending::PendingFrees;
 use crate::memory::checkpoint::{BlockUses, SavedBlock, StreamOrder, UsedRanges, refused_pending, restore_ordered};
 use crate::memory::report::EntryDetails;
@@ -21,7 +22,7 @@ use crate::unwind::OnUnwind;
 use crate::{Result, lock};
 
 /// The heaps of a pool, locked, by number.
-struct PoolHeaps<'a>(Vec<(u32, SpinGuard<'a, Heap>)>);
+struct PoolHeaps<'a>(Vec<(HeapId, SpinGuard<'a, Heap>)>);
 
 impl<'a> PoolHeaps<'a> {
     fn lock(device: &'a PagedDevice, pool: MemPoolId) -> Result<Self> {
@@ -92,7 +93,7 @@ impl PagedDevice {
         &self,
         checkpoint: &PoolCheckpoint,
         ordered: &BTreeSet<StreamOrder>,
-        (pending, ended): (&mut Vec<BlockRef>, &mut Vec<(u32, StreamId)>),
+        (pending, ended): (&mut Vec<BlockRef>, &mut Vec<(HeapId, StreamId)>),
         details: &EntryDetails,
     ) -> Result<Option<Restored>> {
         let mut heaps = PoolHeaps::lock(self, checkpoint.pool)?;
@@ -104,8 +105,8 @@ impl PagedDevice {
         for (number, heap) in &mut heaps.0 {
             let ends = heap.ends();
             let blocks = heap.all_blocks().filter(|(_, block)| block.state() == State::Allocated);
-            let is_kept = |id: u32| heap.is_held(id) || heap.is_lent(id);
-            let blocks: Vec<u32> = blocks.map(|(id, _)| id).filter(|&id| !is_kept(id)).collect();
+            let is_kept = |id: BlockId| heap.is_held(id) || heap.is_lent(id);
+            let blocks: Vec<BlockId> = blocks.map(|(id, _)| id).filter(|&id| !is_kept(id)).collect();
             for id in blocks {
                 let (start, bytes, requested) =
                     (heap.block(id).addr(), heap.block(id).bytes(), heap.block(id).requested());

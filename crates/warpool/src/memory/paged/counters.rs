@@ -4,9 +4,6 @@
 //! *collected*, and is collected when the calling thread goes on with another heap: until then no other heap changed,
 //! as far as that thread is concerned. With one thread every figure is exact. With several, current values and sums
 //! are exact whenever all heaps are at rest; a peak may miss what several threads held at the same moment.
-//!
-//! A block that is freed and taken again by the next request of its size changes no current value and no peak. So its
-//! free is counted only when something else comes between (`heap/recent.rs`).
 
 use crate::memory::{SegmentKind, Stat, StatByKind, Stats};
 
@@ -44,20 +41,20 @@ pub(super) struct HeapCounters {
 }
 
 impl HeapCounters {
-    /// Counts an allocation. If it returns `true`, a value may be a new highest one: then
-    /// [`raise_highest`](Self::raise_highest) is to be called, once all frees are counted. Before, it does not matter
-    /// if some are not: without them no value is lower than it should be.
+    /// Counts an allocation.
     #[inline]
-    #[must_use]
-    pub(super) fn allocated(&mut self, kind: SegmentKind, bytes: u64, requested: u64) -> bool {
-        self.allocated_again(kind, bytes, requested);
-        let this = &mut self.allocated[kind as usize];
-        *this = [this[0] + 1, this[1] + bytes, this[2] + requested];
-        use_room(&mut self.room[kind as usize], bytes) | use_room(&mut self.room[2], bytes)
+    pub(super) fn allocated(&mut self, kind: SegmentKind, bytes: u64, requested: u64) {
+        for sums in [&mut self.added[kind as usize], &mut self.allocated[kind as usize]] {
+            *sums = [sums[0] + 1, sums[1] + bytes, sums[2] + requested];
+        }
+        if use_room(&mut self.room[kind as usize], bytes) | use_room(&mut self.room[2], bytes) {
+            self.raise_highest();
+        }
     }
 
     /// Notes the values that are new highest ones.
-    pub(super) fn raise_highest(&mut self) {
+    #[cold]
+    fn raise_highest(&mut self) {
         let [small, large] = self.currents();
         for (kind, current) in [small, large, sum(&[small, large])].into_iter().enumerate() {
             let left: Tally = std::array::from_fn(|metric| {
@@ -68,15 +65,6 @@ impl HeapCounters {
             let bytes = left[BYTES].min(left[ACTIVE_BYTES]).min(left[REQUESTED]);
             self.room[kind] = [left[COUNT].min(left[ACTIVE]), bytes];
         }
-    }
-
-    /// An allocated block was freed, which was not counted, and is allocated again.
-    #[inline]
-    pub(super) fn allocated_again(&mut self, kind: SegmentKind, bytes: u64, requested: u64) {
-        let added = &mut self.added[kind as usize];
-        added[0] += 1;
-        added[1] += bytes;
-        added[2] += requested;
     }
 
     /// A block is no longer allocated, but still active.

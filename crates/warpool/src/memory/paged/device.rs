@@ -15,9 +15,9 @@ use warpool_driver::{DevicePtr, StreamId};
 use super::activity::Activity;
 use super::address_space::AddressSpace;
 use super::counters::{Added, Totals};
-use super::fill_memory::FillMemory;
 use super::heap::Heap;
 use super::heaps::Heaps;
+use super::ids::{BlockId, HeapId, RangeInHeap};
 use super::inactive::{self, Inactive, InactiveStats};
 use super::last_heap::DeviceKey;
 use super::left_addresses::LeftAddresses;
@@ -36,31 +36,31 @@ use crate::{Device, lock};
 /// Names a block on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BlockRef {
-    pub(super) heap: u32,
-    pub(super) block: u32,
+    pub(super) heap: HeapId,
+    pub(super) block: BlockId,
 }
 
 impl BlockRef {
     /// As [`Allocation::slot`](crate::memory::Allocation): never 0.
     #[inline]
     pub(super) fn pack(self) -> u64 {
-        (u64::from(self.heap) + 1) << 32 | u64::from(self.block)
+        (u64::from(self.heap.0) + 1) << 32 | u64::from(self.block.0)
     }
 
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "the two halves")]
     pub(super) fn unpack(slot: u64) -> Option<Self> {
         let heap = ((slot >> 32) as u32).checked_sub(1)?;
-        Some(Self { heap, block: slot as u32 })
+        Some(Self { heap: HeapId(heap), block: BlockId(slot as u32) })
     }
 }
 
 /// Which heap is whose.
 #[derive(Debug, Default)]
 pub(super) struct HeapKeys {
-    pub(super) by_key: FxHashMap<(StreamId, MemPoolId), u32>,
+    pub(super) by_key: FxHashMap<(StreamId, MemPoolId), HeapId>,
     /// Retired heaps, to be used again with their addresses.
-    pub(super) idle: Vec<u32>,
+    pub(super) idle: Vec<HeapId>,
 }
 
 /// Counts of what is not counted by heaps or pages.
@@ -83,8 +83,6 @@ pub(super) struct PagedDevice {
     pub(super) by_key: RwLock<HeapKeys>,
     pub(super) space: AddressSpace,
     pub(super) pages: Mutex<PageTable>,
-    /// Locked after the pages.
-    pub(super) fill_memory: Mutex<FillMemory>,
     pub(super) pools: Mutex<Pools>,
     /// Sources of removed pools and segments, to be dropped.
     removed: Mutex<Vec<SegmentSource>>,
@@ -117,7 +115,6 @@ impl PagedDevice {
             by_key: RwLock::default(),
             space: AddressSpace::new(core.bytes_total),
             pages: Mutex::new(PageTable::new(slot_bytes)),
-            fill_memory: Mutex::default(),
             pools: Mutex::new(Pools::new(core.id, PoolHeaps::default())),
             removed: Mutex::default(),
             fences: Mutex::default(),
@@ -147,7 +144,7 @@ impl Drop for PagedDevice {
 impl PagedDevice {
     /// No page belongs to a heap any more, and nothing is allocated in it: it can be used again for another stream or
     /// pool.
-    pub(super) fn retire_heap(&self, table: &mut PageTable, number: u32) {
+    pub(super) fn retire_heap(&self, table: &mut PageTable, number: HeapId) {
         let mut keys = self.by_key.write().unwrap_or_else(PoisonError::into_inner);
         let (stream, pool) = {
             let heap = self.heaps.get(number).lock();
@@ -157,7 +154,7 @@ impl PagedDevice {
         keys.idle.push(number);
         self.heaps.get(number).lock().set_no_owner();
         table.bystanders.heap_retired(number);
-        table.index.note_changed(number);
+        table.note_changed(number);
         let removed = lock(&self.pools).remove_heap(pool, number);
         if let Some(removed) = removed {
             table.homes.forget_pool(pool);
@@ -194,20 +191,20 @@ impl PagedDevice {
     }
 
     /// The heap of a stream and pool, if there is one.
-    pub(super) fn existing_heap(&self, stream: StreamId, pool: MemPoolId) -> Option<u32> {
+    pub(super) fn existing_heap(&self, stream: StreamId, pool: MemPoolId) -> Option<HeapId> {
         self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied()
     }
 
     /// The heap, if it is the one that the thread used last.
     #[inline]
-    pub(super) fn last_heap(&self, number: u32) -> Option<&SpinLock<Heap>> {
+    pub(super) fn last_heap(&self, number: HeapId) -> Option<&SpinLock<Heap>> {
         self.key.last_numbered(&self.heaps, number)
     }
 
     /// The heap of a request, if that is all it needs: it is for the default pool, nothing else is to be looked after,
     /// and the thread used that heap last.
     #[inline]
-    pub(super) fn heap_of_plain(&self, request: &Request) -> Option<(u32, &SpinLock<Heap>)> {
+    pub(super) fn heap_of_plain(&self, request: &Request) -> Option<(HeapId, &SpinLock<Heap>)> {
         let is_plain = request.pool.is_none()
             && (1..SizeRules::REQUEST_TOO_LARGE).contains(&request.bytes)
             && self.is_undisturbed()
@@ -217,7 +214,7 @@ impl PagedDevice {
 
     /// The heap of an address, if the thread used that last, and where in it the address is.
     #[inline(always)]
-    pub(super) fn last_heap_at(&self, ptr: DevicePtr) -> Option<(&SpinLock<Heap>, SegmentKind, u32)> {
+    pub(super) fn last_heap_at(&self, ptr: DevicePtr) -> Option<(&SpinLock<Heap>, SegmentKind, RangeInHeap)> {
         let (number, cell) = self.key.last(&self.heaps)?;
         let (kind, range) = self.space.locate_in(number, ptr)?;
         (!self.instance().is_inherited()).then_some((cell, kind, range))
@@ -225,7 +222,7 @@ impl PagedDevice {
 
     /// Notes that the thread goes on with this heap, and collects the statistics of the one before.
     #[inline]
-    pub(super) fn using(&self, heap: u32) {
+    pub(super) fn using(&self, heap: HeapId) {
         if self.last_heap(heap).is_none() {
             let (stream, pool) = {
                 let heap = self.heaps.get(heap).lock();
@@ -236,13 +233,13 @@ impl PagedDevice {
     }
 
     #[cold]
-    pub(super) fn switch_to(&self, heap: u32, stream: StreamId, pool: MemPoolId) {
+    pub(super) fn switch_to(&self, heap: HeapId, stream: StreamId, pool: MemPoolId) {
         if let Some(before) = self.key.note(&self.heaps, heap, stream, pool) {
             self.collect(before);
         }
     }
 
-    fn collect(&self, heap: u32) {
+    fn collect(&self, heap: HeapId) {
         let mut totals = lock(&self.totals);
         totals.collect(self.heaps.get(heap).lock().counters());
     }
@@ -338,7 +335,7 @@ impl PagedDevice {
     /// Reports that a block is about to be freed. Memory of a private pool may be a graph's, whose replays go on using
     /// it.
     #[inline]
-    pub(super) fn report_free(&self, heap: &Heap, block: u32) {
+    pub(super) fn report_free(&self, heap: &Heap, block: BlockId) {
         if self.shared().tracks_suballocations && heap.pool.is_default() {
             let block = heap.block(block);
             self.driver().suballocation_freed(DevicePtr(block.addr()), block.bytes());

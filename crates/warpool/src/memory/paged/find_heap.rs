@@ -7,6 +7,7 @@ use warpool_driver::StreamId;
 use super::adoption;
 use super::device::PagedDevice;
 use super::heap::Heap;
+use super::ids::HeapId;
 use super::last_work::Owner;
 use crate::memory::MemPoolId;
 use crate::sync::spin_lock::SpinLock;
@@ -15,7 +16,7 @@ use crate::{Error, Result, lock};
 impl PagedDevice {
     /// The heap of a stream and pool. No lock if it is the one that the thread used last.
     #[inline]
-    pub(super) fn heap_for(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &SpinLock<Heap>)> {
+    pub(super) fn heap_for(&self, stream: StreamId, pool: MemPoolId) -> Result<(HeapId, &SpinLock<Heap>)> {
         match self.key.last_of(&self.heaps, stream, pool) {
             Some(last) => Ok(last),
             None => self.find_heap(stream, pool),
@@ -23,7 +24,7 @@ impl PagedDevice {
     }
 
     #[cold]
-    fn find_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<(u32, &SpinLock<Heap>)> {
+    fn find_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<(HeapId, &SpinLock<Heap>)> {
         let known = self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied();
         let heap = match known {
             Some(heap) => heap,
@@ -33,7 +34,7 @@ impl PagedDevice {
         Ok((heap, self.heaps.get(heap)))
     }
 
-    fn add_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<u32> {
+    fn add_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<HeapId> {
         let handle = self.driver().stream_handle(stream)?;
         if handle.device != self.id {
             return Err(Error::StreamDevice { device: self.id, stream, owner: handle.device });
@@ -63,7 +64,7 @@ impl PagedDevice {
                 self.heaps.get(heap).lock().set_owner(owner);
                 heap
             }
-            None => self.heaps.push(Heap::new(owner, self.heaps.len(), Arc::clone(&self.activity))),
+            None => self.heaps.push(Heap::new(owner, HeapId(self.heaps.len()), Arc::clone(&self.activity))),
         };
         pools.add_heap(pool, heap)?;
         keys.by_key.insert((stream, pool), heap);

@@ -5,6 +5,7 @@ use warpool_driver::DevicePtr;
 use super::PagedAllocator;
 use super::device::{BlockRef, PagedDevice};
 use super::heap::{Freed, Heap};
+use super::ids::{BlockId, HeapId};
 use super::pending::PendingFrees;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence;
@@ -41,7 +42,7 @@ pub(super) fn result_of(outcome: &Outcome, ptr: DevicePtr) -> Result<()> {
 impl PagedDevice {
     /// Frees the block that `find` finds in a heap.
     #[inline]
-    fn free(&self, number: u32, find: impl Fn(&Heap) -> Option<u32>, fences: Fences) -> Outcome {
+    fn free(&self, number: HeapId, find: impl Fn(&Heap) -> Option<BlockId>, fences: Fences) -> Outcome {
         self.using(number);
         let cell = self.heaps.get(number);
         let details = {
@@ -82,9 +83,9 @@ impl PagedDevice {
     fn free_found(
         &self,
         heap: &mut Heap,
-        find: &impl Fn(&Heap) -> Option<u32>,
+        find: &impl Fn(&Heap) -> Option<BlockId>,
         details: &EntryDetails,
-    ) -> (Outcome, Option<u32>) {
+    ) -> (Outcome, Option<BlockId>) {
         let Some(block) = find(heap) else { return (Outcome::Unknown, None) };
         if heap.is_held(block) {
             return (Outcome::Held, None);
@@ -152,7 +153,7 @@ impl PagedDevice {
     }
 
     /// Changes an allocated block.
-    pub(super) fn change<R>(&self, allocation: &Allocation, change: impl FnOnce(&mut Heap, u32) -> R) -> Result<R> {
+    pub(super) fn change<R>(&self, allocation: &Allocation, change: impl FnOnce(&mut Heap, BlockId) -> R) -> Result<R> {
         let unknown = Error::UnknownPointer { ptr: allocation.ptr };
         let at = BlockRef::unpack(allocation.slot).ok_or(unknown.clone())?;
         let mut heap = self.heaps.try_get(at.heap).ok_or(unknown.clone())?.lock();

@@ -16,14 +16,12 @@ pub(super) struct HomeCounters {
     /// Segments in one piece that were allocated and freed.
     pub(super) segment_allocs: u64,
     pub(super) segment_frees: u64,
-    /// The pool of each heap that has, or is about to get, pages.
-    pools: Vec<MemPoolId>,
 }
 
-/// A page that belongs to a heap, or is about to.
+/// A page or segment that belongs to a heap, or is about to.
 #[derive(Clone, Copy)]
 pub(super) struct Home {
-    pub(super) heap: u32,
+    pub(super) pool: MemPoolId,
     pub(super) kind: SegmentKind,
     pub(super) bytes: u64,
     /// How many of the two slots beside it have pages of their own.
@@ -31,30 +29,21 @@ pub(super) struct Home {
 }
 
 impl HomeCounters {
-    /// Says whose a heap is; before it gets pages.
-    pub(super) fn set_pool(&mut self, heap: u32, pool: MemPoolId) {
-        let heap = heap as usize;
-        if self.pools.len() <= heap {
-            self.pools.resize(heap + 1, MemPoolId::DEFAULT);
-        }
-        self.pools[heap] = pool;
-    }
-
     pub(super) fn forget_pool(&mut self, pool: MemPoolId) {
         self.by_pool.remove(&pool);
     }
 
     pub(super) fn added(&mut self, home: Home) {
         self.change_segments(home.kind, home.neighbours, 1);
-        if let Some(pool) = self.private_pool(home.heap) {
-            self.by_pool.entry(pool).or_default().increase(home.kind, home.bytes);
+        if !home.pool.is_default() {
+            self.by_pool.entry(home.pool).or_default().increase(home.kind, home.bytes);
         }
     }
 
     pub(super) fn removed(&mut self, home: Home) {
         self.change_segments(home.kind, 1, home.neighbours);
-        if let Some(pool) = self.private_pool(home.heap) {
-            self.by_pool.entry(pool).or_default().decrease(home.kind, home.bytes);
+        if !home.pool.is_default() {
+            self.by_pool.entry(home.pool).or_default().decrease(home.kind, home.bytes);
         }
     }
 
@@ -65,10 +54,6 @@ impl HomeCounters {
         } else {
             self.segments.decrease(kind, before - after);
         }
-    }
-
-    fn private_pool(&self, heap: u32) -> Option<MemPoolId> {
-        self.pools.get(heap as usize).copied().filter(|pool| !pool.is_default())
     }
 
     pub(super) fn reset_peak(&mut self) {

@@ -9,6 +9,7 @@ use warpool_driver::{DeviceId, StreamId};
 
 use super::heap::Heap;
 use super::heaps::Heaps;
+use super::ids::HeapId;
 use crate::memory::MemPoolId;
 use crate::sync::spin_lock::SpinLock;
 
@@ -28,7 +29,7 @@ struct LastHeap {
     pool: MemPoolId,
     /// The device's index in its allocator.
     index: u32,
-    number: u32,
+    number: HeapId,
     /// Not a `NonNull`, whose niche every access to the thread's variable would look at.
     cell: *const SpinLock<Heap>,
 }
@@ -42,7 +43,7 @@ pub(super) fn last_device() -> usize {
 thread_local! {
     static LAST: Cell<LastHeap> = const {
         let (stream, pool) = (StreamId(0), MemPoolId::DEFAULT);
-        Cell::new(LastHeap { device: 0, stream, pool, index: 0, number: 0, cell: std::ptr::null() })
+        Cell::new(LastHeap { device: 0, stream, pool, index: 0, number: HeapId(0), cell: std::ptr::null() })
     };
 }
 
@@ -60,7 +61,7 @@ impl DeviceKey {
         heaps: &'a Heaps,
         stream: StreamId,
         pool: MemPoolId,
-    ) -> Option<(u32, &'a SpinLock<Heap>)> {
+    ) -> Option<(HeapId, &'a SpinLock<Heap>)> {
         let last = LAST.get();
         let matches = last.device == self.key && last.stream == stream && last.pool == pool;
         matches.then(|| (last.number, Self::cell(heaps, last)))
@@ -68,14 +69,14 @@ impl DeviceKey {
 
     /// The heap that the thread used last, if it is one of the device.
     #[inline]
-    pub(super) fn last<'a>(&self, heaps: &'a Heaps) -> Option<(u32, &'a SpinLock<Heap>)> {
+    pub(super) fn last<'a>(&self, heaps: &'a Heaps) -> Option<(HeapId, &'a SpinLock<Heap>)> {
         let last = LAST.get();
         (last.device == self.key).then(|| (last.number, Self::cell(heaps, last)))
     }
 
     /// The heap with this number, if it is the one that the thread used last.
     #[inline]
-    pub(super) fn last_numbered<'a>(&self, heaps: &'a Heaps, number: u32) -> Option<&'a SpinLock<Heap>> {
+    pub(super) fn last_numbered<'a>(&self, heaps: &'a Heaps, number: HeapId) -> Option<&'a SpinLock<Heap>> {
         let last = LAST.get();
         (last.device == self.key && last.number == number).then(|| Self::cell(heaps, last))
     }
@@ -90,7 +91,7 @@ impl DeviceKey {
     }
 
     /// Notes that the thread goes on with a heap. Returns the one before, if it was another of the same device.
-    pub(super) fn note(&self, heaps: &Heaps, number: u32, stream: StreamId, pool: MemPoolId) -> Option<u32> {
+    pub(super) fn note(&self, heaps: &Heaps, number: HeapId, stream: StreamId, pool: MemPoolId) -> Option<HeapId> {
         let cell = std::ptr::from_ref(heaps.get(number));
         let next = LastHeap { device: self.key, stream, pool, index: self.index, number, cell };
         let last = LAST.replace(next);
@@ -98,7 +99,7 @@ impl DeviceKey {
     }
 
     /// Forgets the heap that the thread used last. Returns it, if it was one of the device.
-    pub(super) fn forget(&self) -> Option<u32> {
+    pub(super) fn forget(&self) -> Option<HeapId> {
         let last = LAST.get();
         LAST.set(LastHeap { device: 0, ..last });
         (last.device == self.key).then_some(last.number)

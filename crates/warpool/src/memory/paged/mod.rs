@@ -7,7 +7,7 @@
 //! 1. The request is routed to a pool; with the stream, that names its heap (`heaps.rs`).
 //! 2. A free block of the heap that fits is taken and cut to size (`heap/`). This is the hot path: one lock that
 //!    threads on other streams never take, no driver call, no hash, no allocation.
-//! 3. If none fits, free addresses are filled with pages (`window/`, `fill/`): spare ones, those under free blocks
+//! 3. If none fits, free addresses are filled with pages (`window.rs`, `fill/`): spare ones, those under free blocks
 //!    of this heap, of others, and only then new ones. Reserved memory grows when no whole free page is left.
 //! 4. Freed, a block that only its own stream used is free at once. Others wait for fences (`pending.rs`).
 //!
@@ -23,7 +23,7 @@
 //! block records an event (`stream_tail.rs`). A new stream gets the heap of one that may have gone as it is, with
 //! mapped memory, once all work in it is done (`adoption.rs`). A heap that was not used for long is retired
 //! (`retire.rs`): its pages belong to no stream any more, and its addresses serve the next one. A request that needs
-//! pages looks only at heaps that were used since the last one, and at those with free pages (`heap_index.rs`).
+//! pages looks only at heaps that were used since the last one, and at those with free pages (`pages/heaps.rs`).
 
 mod activity;
 mod address_space;
@@ -33,29 +33,25 @@ mod allocator;
 mod annotate;
 mod bystanders;
 mod checkpoint;
-mod contention;
 mod counters;
 mod device;
 mod fill;
-mod fill_memory;
 mod find_heap;
 mod free;
 mod heap;
-mod heap_index;
 mod heaps;
 mod homes;
 mod hot_path;
+mod ids;
 mod inactive;
 mod last_heap;
 mod last_work;
 mod left_addresses;
 mod mapped_parts;
 mod old_mappings;
-mod page_set;
 mod page_sizes;
 mod pages;
 mod pending;
-mod physical;
 mod pools;
 mod private_pools;
 mod reclaim;
@@ -66,6 +62,7 @@ mod slot;
 mod snapshot;
 mod stream_tail;
 mod supply;
+mod take;
 #[cfg(test)]
 mod tests;
 mod unused_heaps;

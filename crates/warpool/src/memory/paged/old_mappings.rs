@@ -8,10 +8,11 @@ use std::sync::Arc;
 use warpool_driver::{DevicePtr, StreamId};
 
 use super::device::PagedDevice;
+use super::ids::HeapId;
 use super::pages::{PageId, PageTable, Slot};
 use super::pending::PendingFrees;
-use super::physical::release_physical;
 use super::stream_tail::Tail;
+use super::take::release_physical;
 use super::used_heaps::look_at_used;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
@@ -40,7 +41,7 @@ fn oldest(table: &PageTable, page: PageId) -> Option<Slot> {
 
 /// The streams whose work may use the addresses of a heap beside its own. `None` if captured graphs may: their replays
 /// use every address that the captures used, so mappings stay while the pool is in use.
-fn users_of(device: &PagedDevice, heap: u32) -> Option<Vec<StreamId>> {
+fn users_of(device: &PagedDevice, heap: HeapId) -> Option<Vec<StreamId>> {
     let pool = device.heaps.get(heap).lock().pool;
     if pool.is_default() {
         return Some(Vec::new());
@@ -64,56 +65,85 @@ pub(super) fn bystander_events(
     table.bystanders.events(except, record, is_done)
 }
 
-/// Records events after all work that used the pages taken from a heap so far, and after that of bystanders; returns
-/// the latter. While a capture forbids it, or enough are recorded, that is left to a later call.
+/// Records events after all work that used the pages taken from a heap so far, and after that of bystanders. While a
+/// capture forbids it, or enough are recorded, that is left to a later call.
 pub(super) fn record_takes(
     device: &PagedDevice,
     table: &mut PageTable,
-    heap: u32,
+    heap: HeapId,
     details: &EntryDetails,
-) -> Result<Vec<(StreamId, Arc<PooledEvent>)>> {
-    if !table.has_takes_to_record(heap) || table.takes_outstanding(heap) >= OUTSTANDING_MAX {
-        return Ok(Vec::new());
+) -> Result<()> {
+    if table.takes_to_record(heap).is_none_or(|outstanding| outstanding >= OUTSTANDING_MAX) {
+        return Ok(());
     }
-    let Some(mut known) = users_of(device, heap) else { return Ok(Vec::new()) };
-    let mut events = Vec::new();
-    match device.tail_of(heap, details)? {
-        Tail::Done => {}
-        Tail::Event { event, is_new } => {
-            events.push(event);
-            known.extend(is_new.then(|| device.heaps.get(heap).lock().stream));
+    let Some(users) = users_of(device, heap) else { return Ok(()) };
+    if let Recording::Done(events) = record_users(device, table, &[heap], &users, details)? {
+        table.takes_recorded(heap, events);
+    }
+    Ok(())
+}
+
+/// What came of recording events.
+pub(super) enum Recording {
+    Done(Vec<Arc<PooledEvent>>),
+    /// The last work of a stream that may be destroyed is not known.
+    Unknown,
+    /// A capture forbids it.
+    Forbidden,
+}
+
+/// Records events after all work that may use the memory of these heaps of a pool: their streams', other users', and
+/// bystanders'.
+pub(super) fn record_users(
+    device: &PagedDevice,
+    table: &mut PageTable,
+    heaps: &[HeapId],
+    users: &[StreamId],
+    details: &EntryDetails,
+) -> Result<Recording> {
+    let (mut events, mut known) = (Vec::new(), users.to_vec());
+    for &heap in heaps {
+        match device.tail_of(heap, details)? {
+            Tail::Done => {}
+            Tail::Event { event, is_new } => {
+                events.push(event);
+                known.extend(is_new.then(|| device.heaps.get(heap).lock().stream));
+            }
+            Tail::Unknown => return Ok(Recording::Unknown),
+            Tail::CaptureActive => return Ok(Recording::Forbidden),
         }
-        Tail::Unknown | Tail::CaptureActive => return Ok(Vec::new()),
     }
-    for &stream in &users_of(device, heap).unwrap_or_default() {
+    for &stream in users {
         match stream_fence::record(&PendingFrees::new(device, details), stream)? {
             Recorded::Fenced(event) => events.push(Arc::new(event)),
             Recorded::AlreadyDone => {}
-            Recorded::CaptureActive => return Ok(Vec::new()),
+            Recorded::CaptureActive => return Ok(Recording::Forbidden),
         }
     }
-    let bystanders = bystander_events(device, table, &known, details);
-    events.extend(bystanders.iter().map(|(_, event)| Arc::clone(event)));
-    table.takes_recorded(heap, events);
-    Ok(bystanders)
+    events.extend(bystander_events(device, table, &known, details).into_iter().map(|(_, event)| event));
+    Ok(Recording::Done(events))
 }
 
 /// Waits for all work that used the pages taken from a heap, so that all its free addresses can be used. Before a
 /// request would run out of memory. Nothing happens if a capture forbids to wait.
-pub(super) fn wait(device: &PagedDevice, table: &mut PageTable, heap: u32, details: &EntryDetails) -> Result<()> {
+pub(super) fn wait(device: &PagedDevice, table: &mut PageTable, heap: HeapId, details: &EntryDetails) -> Result<()> {
     let has_old = table.mappings_of(heap).iter().any(|&(_, _, is_home)| !is_home);
-    let Some(users) = users_of(device, heap).filter(|_| has_old) else { return Ok(()) };
-    if !device.wait_for_heap(heap, details)? {
-        return Ok(());
+    if has_old && wait_for_users(device, heap, details)? {
+        wait_for_bystanders(device, table, details)?;
+        table.takes_passed(heap);
     }
-    for &stream in &users {
-        if !stream_fence::wait_for_stream(&PendingFrees::new(device, details), stream)? {
-            return Ok(());
-        }
-    }
-    wait_for_bystanders(device, table, details)?;
-    table.takes_passed(heap);
     Ok(())
+}
+
+/// Waits for the work that may use the addresses of a heap, but for bystanders'. `false` if captured graphs may use
+/// them, or a capture forbids to wait.
+pub(super) fn wait_for_users(device: &PagedDevice, heap: HeapId, details: &EntryDetails) -> Result<bool> {
+    let Some(users) = users_of(device, heap) else { return Ok(false) };
+    let mut waited = device.wait_for_heap(heap, details)?;
+    for stream in users {
+        waited = waited && stream_fence::wait_for_stream(&PendingFrees::new(device, details), stream)?;
+    }
+    Ok(waited)
 }
 
 /// Waits for bystanders.
@@ -128,7 +158,7 @@ pub(super) fn wait_for_bystanders(device: &PagedDevice, table: &mut PageTable, d
 }
 
 /// Reads how far the streams have come that may use the addresses of a heap.
-pub(super) fn poll(device: &PagedDevice, table: &mut PageTable, heap: u32) -> Result<()> {
+pub(super) fn poll(device: &PagedDevice, table: &mut PageTable, heap: HeapId) -> Result<()> {
     let _safe = device.capture_safe()?;
     Ok(table.poll_takes(heap, |event| device.driver().event_query(event.id()))?)
 }
@@ -168,34 +198,33 @@ pub(super) fn undo_some(device: &PagedDevice, table: &mut PageTable, details: &E
 fn release_leaving(device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
     let slots = |table: &PageTable, page: &PageId| table.page(*page).mapped.clone();
     let mapped: Vec<Slot> = table.leaving.iter().flat_map(|page| slots(table, page)).collect();
-    let heaps: BTreeSet<u32> = mapped.iter().map(|slot| table.range(slot.range).heap).collect();
+    let heaps: BTreeSet<HeapId> = mapped.iter().map(|slot| table.range(slot.range).heap).collect();
     for &heap in &heaps {
         record_takes(device, table, heap, details)?;
         poll(device, table, heap)?;
     }
-    let in_graphs: BTreeSet<u32> = heaps.into_iter().filter(|&heap| users_of(device, heap).is_none()).collect();
+    let in_graphs: BTreeSet<HeapId> = heaps.into_iter().filter(|&heap| users_of(device, heap).is_none()).collect();
     for page in std::mem::take(&mut table.leaving) {
         let is_done = |slot: &Slot| !in_graphs.contains(&table.range(slot.range).heap) && table.has_passed(page, *slot);
-        if table.page(page).mapped.iter().all(is_done) {
-            release_unused(device, table, page);
-        } else {
+        let is_done = table.page(page).mapped.iter().all(is_done);
+        if let Err(error) = if is_done { release_unused(device, table, page) } else { Ok(()) } {
+            tracing::warn!(%error, "a page that is to leave could not be unmapped; it is retried");
+        }
+        if table.exists(page) {
             table.leaving.push(page);
         }
     }
     Ok(())
 }
 
-/// Unmaps a page that no work uses any more, and returns it to the driver. What fails is retried.
-fn release_unused(device: &PagedDevice, table: &mut PageTable, page: PageId) {
+/// Unmaps a page that no work uses any more, and returns it to the driver.
+pub(super) fn release_unused(device: &PagedDevice, table: &mut PageTable, page: PageId) -> Result<()> {
     for slot in table.page(page).mapped.clone() {
-        if let Err(error) = unmap(device, table, page, slot) {
-            tracing::warn!(%error, "a page that is to leave could not be unmapped; it is retried");
-            table.leaving.push(page);
-            return;
-        }
+        unmap(device, table, page, slot)?;
     }
     let physical = table.remove(page);
     release_physical(device, table, physical);
+    Ok(())
 }
 
 /// Undoes a mapping that no stream uses any more.

@@ -7,6 +7,7 @@ use warpool_driver::StreamId;
 
 pub(super) use crate::memory::segment_source::SegmentSource;
 
+use super::ids::HeapId;
 use crate::memory::pool_table::{Pool, PoolTable};
 use crate::memory::{MemPoolId, PoolUser};
 use crate::{PooledEvent, Result};
@@ -16,7 +17,7 @@ pub(super) type Pools = PoolTable<PoolHeaps>;
 /// What a pool has of pages.
 #[derive(Debug, Default)]
 pub(crate) struct PoolHeaps {
-    heaps: BTreeSet<u32>,
+    heaps: BTreeSet<HeapId>,
     /// Whether checkpoints of it were taken.
     has_checkpoints: bool,
     /// Once it is released: events after all work that may use its memory.
@@ -40,7 +41,7 @@ impl Pool<PoolHeaps> {
         upstream.or(self.options.no_split.then_some(SegmentSource::Driver))
     }
 
-    pub(super) fn heaps(&self) -> Vec<u32> {
+    pub(super) fn heaps(&self) -> Vec<HeapId> {
         self.memory.heaps.iter().copied().collect()
     }
 }
@@ -111,23 +112,23 @@ impl Pools {
         self.released().filter(|(_, pool)| pool.used_anywhere).map(|(id, _)| id).collect()
     }
 
-    pub(super) fn add_heap(&mut self, id: MemPoolId, heap: u32) -> Result<()> {
+    pub(super) fn add_heap(&mut self, id: MemPoolId, heap: HeapId) -> Result<()> {
         self.in_use(id)?.memory.heaps.insert(heap);
         Ok(())
     }
 
-    pub(super) fn heaps(&self, id: MemPoolId) -> Result<Vec<u32>> {
+    pub(super) fn heaps(&self, id: MemPoolId) -> Result<Vec<HeapId>> {
         self.get(id).map(Pool::heaps)
     }
 
     /// A heap of a released pool has nothing left. Returns the pool if it is removed: that was its last heap.
-    pub(super) fn remove_heap(&mut self, id: MemPoolId, heap: u32) -> Option<Pool<PoolHeaps>> {
+    pub(super) fn remove_heap(&mut self, id: MemPoolId, heap: HeapId) -> Option<Pool<PoolHeaps>> {
         self.find_mut(id)?.memory.heaps.remove(&heap);
         self.remove_if(id, |memory| memory.heaps.is_empty())
     }
 
     /// Pools without uses, with their heaps. Not those that unknown streams may still use.
-    pub(super) fn released_heaps(&self) -> Vec<(MemPoolId, Vec<u32>)> {
+    pub(super) fn released_heaps(&self) -> Vec<(MemPoolId, Vec<HeapId>)> {
         self.released().filter(|(_, pool)| !pool.used_anywhere).map(|(id, pool)| (id, pool.heaps())).collect()
     }
 

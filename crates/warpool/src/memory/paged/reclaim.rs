@@ -1,22 +1,17 @@
 //! Giving pages back: to the driver when memory is trimmed, and those of released pools to everybody else.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
-
-use warpool_driver::StreamId;
+use std::collections::BTreeSet;
 
 use super::device::PagedDevice;
-use super::heap::{FreeBlock, Heap};
-use super::old_mappings::{self, unmap};
-use super::pages::{PageId, PageTable, Slot};
-use super::pending::PendingFrees;
-use super::physical::release_physical;
+use super::ids::{HeapId, PageId};
+use super::old_mappings::{self, Recording, release_unused, unmap};
+use super::pages::PageTable;
 use super::pools::Takeable;
 use super::segments;
-use super::stream_tail::Tail;
+use super::slot::Slot;
+use super::take::{put_back, take_free};
+use crate::memory::MemPoolId;
 use crate::memory::report::EntryDetails;
-use crate::memory::stream_fence::{self, Recorded};
-use crate::memory::{Action, MemPoolId};
 use crate::{Result, lock};
 
 /// Takes the pages of released pools in which nothing is allocated any more, as far as all work that may use them has
@@ -69,66 +64,45 @@ pub(super) fn wait_for_unknown_users(device: &PagedDevice) -> Result<()> {
 fn record_passed(
     device: &PagedDevice,
     table: &mut PageTable,
-    (pool, heaps): (MemPoolId, &[u32]),
+    (pool, heaps): (MemPoolId, &[HeapId]),
     details: &EntryDetails,
 ) -> Result<()> {
-    let mut streams = lock(&device.pools).used_by(pool);
-    let mut events = Vec::new();
-    for &stream in &streams {
-        match stream_fence::record(&PendingFrees::new(device, details), stream)? {
-            Recorded::Fenced(event) => events.push(Arc::new(event)),
-            Recorded::AlreadyDone => {}
-            Recorded::CaptureActive => return Ok(()),
-        }
+    let users = lock(&device.pools).used_by(pool);
+    match old_mappings::record_users(device, table, heaps, &users, details)? {
+        Recording::Done(events) => lock(&device.pools).set_passed(pool, events),
+        Recording::Unknown => lock(&device.pools).set_used_anywhere(pool),
+        Recording::Forbidden => {}
     }
-    for &heap in heaps {
-        match device.tail_of(heap, details)? {
-            Tail::Done => {}
-            Tail::Event { event, is_new } => {
-                events.push(event);
-                streams.extend(is_new.then(|| device.heaps.get(heap).lock().stream));
-            }
-            Tail::Unknown => {
-                lock(&device.pools).set_used_anywhere(pool);
-                return Ok(());
-            }
-            Tail::CaptureActive => return Ok(()),
-        }
-    }
-    let bystanders = old_mappings::bystander_events(device, table, &streams, details);
-    events.extend(bystanders.into_iter().map(|(_, event)| event));
-    lock(&device.pools).set_passed(pool, events);
     Ok(())
 }
 
 /// Retires a heap of the default pool in which nothing is allocated, and whose work is done: its pages belong to no
-/// stream any more. They stay mapped, so that the next owner of the heap needs no driver call for them.
-pub(super) fn retire_idle(device: &PagedDevice, table: &mut PageTable, number: u32, details: &EntryDetails) {
-    {
-        let mut heap = device.heaps.get(number).lock();
-        if !heap.is_idle() {
-            return;
-        }
-        heap.merge_recent();
-        for (page, _) in take_free(device, table, &mut heap, u64::MAX, details) {
-            table.put_spare(page);
-        }
+/// stream any more. They stay mapped, so that the next owner of the heap needs no driver call for them. `false` if
+/// something is allocated.
+pub(super) fn retire_idle(device: &PagedDevice, table: &mut PageTable, number: HeapId, details: &EntryDetails) -> bool {
+    let is_idle = make_pages_spare(device, table, number, details);
+    if is_idle {
+        device.retire_heap(table, number);
     }
-    device.retire_heap(table, number);
+    is_idle
+}
+
+/// The pages of a heap in which nothing is allocated belong nowhere from then on. `false` if something is allocated.
+fn make_pages_spare(device: &PagedDevice, table: &mut PageTable, number: HeapId, details: &EntryDetails) -> bool {
+    if !device.heaps.get(number).lock().is_idle() {
+        // A thread that was at it when its pool was released has allocated once more.
+        return false;
+    }
+    for (page, _) in take_free(device, table, number, details, |_, _, _| true) {
+        table.put_spare(page);
+    }
+    device.heaps.get(number).lock().is_idle()
 }
 
 /// Takes all pages out of a heap in which nothing is allocated, and makes it available for another pool.
-fn empty_heap(device: &PagedDevice, table: &mut PageTable, number: u32, details: &EntryDetails) -> Result<()> {
-    {
-        let mut heap = device.heaps.get(number).lock();
-        if !heap.is_idle() {
-            // A thread that was at it when the pool was released has allocated once more.
-            return Ok(());
-        }
-        heap.merge_recent();
-        for (page, _) in take_free(device, table, &mut heap, u64::MAX, details) {
-            table.put_spare(page);
-        }
+fn empty_heap(device: &PagedDevice, table: &mut PageTable, number: HeapId, details: &EntryDetails) -> Result<()> {
+    if !make_pages_spare(device, table, number, details) {
+        return Ok(());
     }
     for (page, slot, _) in table.mappings_of(number) {
         unmap(device, table, page, slot)?;
@@ -137,77 +111,6 @@ fn empty_heap(device: &PagedDevice, table: &mut PageTable, number: u32, details:
         device.retire_heap(table, number);
     }
     Ok(())
-}
-
-/// Takes whole pages of free blocks, of the largest first, up to `most` bytes: they belong to nothing any more.
-fn take_free(
-    device: &PagedDevice,
-    table: &mut PageTable,
-    heap: &mut Heap,
-    most: u64,
-    details: &EntryDetails,
-) -> Vec<(PageId, Slot)> {
-    let (mut taken, mut left) = (Vec::new(), most);
-    for FreeBlock { id: block, .. } in heap.blocks_with_pages(table.slot_bytes).into_iter().rev() {
-        let pages: Vec<_> = table.pages_in(heap, block).collect();
-        for (slot, page) in pages.into_iter().rev() {
-            if left == 0 {
-                return taken;
-            }
-            left = left.saturating_sub(table.page_bytes(page));
-            let (start, bytes) = (table.addr(slot), table.page_bytes(page));
-            heap.make_hole(block, start, start + bytes);
-            table.index.note_changed(table.range(slot.range).heap);
-            table.set_home(page, None);
-            device.record(Action::SegmentUnmap, start, bytes, heap, details);
-            taken.push((page, slot));
-        }
-    }
-    taken
-}
-
-/// What was waited for, and whether a capture forbade it.
-#[derive(Default)]
-pub(super) struct Waited {
-    heaps: BTreeMap<u32, bool>,
-    streams: BTreeMap<StreamId, bool>,
-    bystanders: bool,
-}
-
-impl Waited {
-    /// Waits for the work that may use the memory of a heap now.
-    fn anew(&mut self, device: &PagedDevice, heap: u32, details: &EntryDetails) -> Result<bool> {
-        self.heaps.remove(&heap);
-        self.for_heap(device, heap, details)
-    }
-
-    fn for_heap(&mut self, device: &PagedDevice, heap: u32, details: &EntryDetails) -> Result<bool> {
-        if let Some(&waited) = self.heaps.get(&heap) {
-            return Ok(waited);
-        }
-        let waited = device.wait_for_heap(heap, details)?;
-        self.heaps.insert(heap, waited);
-        Ok(waited)
-    }
-
-    /// Waits for the work that a stream holds now which uses a pool's memory.
-    fn for_user(&mut self, device: &PagedDevice, stream: StreamId, details: &EntryDetails) -> Result<bool> {
-        if let Some(&waited) = self.streams.get(&stream) {
-            return Ok(waited);
-        }
-        let waited = stream_fence::wait_for_stream(&PendingFrees::new(device, details), stream)?;
-        self.streams.insert(stream, waited);
-        Ok(waited)
-    }
-
-    /// Waits for the bystanders that can be waited for.
-    fn for_bystanders(&mut self, device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
-        if !self.bystanders {
-            old_mappings::wait_for_bystanders(device, table, details)?;
-            self.bystanders = true;
-        }
-        Ok(())
-    }
 }
 
 /// Returns free memory until no more than `target` bytes are reserved: pages to the driver, segments to their sources.
@@ -227,142 +130,91 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
     let mut table = lock(&device.pages);
     let table = &mut *table;
     old_mappings::undo_some(device, table, details)?;
-    let (mut waited, before) = (Waited::default(), table.reserved_all().current);
-    let excess = |table: &PageTable| table.bytes_awake().saturating_sub(target);
-    let mut outcome = Ok(());
-    if pool.is_default() {
-        // Those that belong nowhere first: nobody can use them without a driver call.
-        outcome = outcome.and(release_leaving(device, table, details));
-        for page in table.spare_pages().collect::<Vec<_>>() {
-            if excess(table) == 0 {
-                break;
-            }
-            table.take_spare_page(page);
-            let released = release_page(device, table, page, &mut waited, details);
-            if !matches!(released, Ok(true)) {
-                table.put_spare(page);
-            }
-            outcome = outcome.and(released.map(drop));
+    let mut outcome = if pool.is_default() { release_leaving(device, table, details) } else { Ok(()) };
+    let (before, mut left) = (table.reserved_all().current, table.bytes_awake().saturating_sub(target));
+    let mut is_wanted = |table: &PageTable, page: PageId| {
+        let is_wanted = left > 0;
+        left = left.saturating_sub(if is_wanted { table.page_bytes(page) } else { 0 });
+        is_wanted
+    };
+    // Those that belong nowhere first: nobody can use them without a driver call.
+    let spare: Vec<PageId> = if pool.is_default() { table.spare_pages().collect() } else { Vec::new() };
+    let spare = spare.into_iter().filter(|&page| is_wanted(table, page));
+    let mut pages: Vec<(PageId, Option<Slot>)> = spare.map(|page| (page, None)).collect();
+    for &(page, _) in &pages {
+        table.take_spare_page(page);
+    }
+    let mut heaps = Vec::new();
+    for (number, cell) in device.heaps.iter() {
+        let of_pool = cell.lock().pool;
+        let is_takeable = matches!(lock(&device.pools).takeable(of_pool), Takeable::After(_));
+        if is_takeable && (of_pool == pool || pool.is_default()) && table.has_mappings(number) {
+            let taken = take_free(device, table, number, details, |table, page, _| is_wanted(table, page));
+            pages.extend(taken.into_iter().map(|(page, slot)| (page, Some(slot))));
+            heaps.push(number);
         }
     }
-    for number in 0..device.heaps.len() {
-        if excess(table) == 0 {
-            break;
-        }
-        let of_pool = device.heaps.get(number).lock().pool;
-        let concerned = of_pool == pool || pool.is_default();
-        let Takeable::After(users) = lock(&device.pools).takeable(of_pool) else { continue };
-        if concerned && table.has_mappings(number) {
-            let most = if target == 0 { u64::MAX } else { excess(table) };
-            release_heap(device, table, number, (&users, most), &mut waited, details)?;
-        }
+    let (kept, released) = release_pages(device, table, pages, details);
+    kept.into_iter().for_each(|(page, from)| put_back(device, table, page, from, details));
+    outcome = outcome.and(released);
+    for number in heaps.into_iter().filter(|_| target == 0) {
+        outcome = outcome.and(unmap_old(device, table, number, details));
     }
     table.forget_takes();
     outcome?;
     Ok(before.saturating_sub(table.reserved_all().current))
 }
 
+/// Undoes the old mappings in a heap, of pages that are in use elsewhere, once all work that may use them has passed.
+fn unmap_old(device: &PagedDevice, table: &mut PageTable, number: HeapId, details: &EntryDetails) -> Result<()> {
+    let mut old = table.mappings_of(number);
+    old.retain(|&(_, _, is_home)| !is_home);
+    if old.is_empty() || !old_mappings::wait_for_users(device, number, details)? {
+        return Ok(());
+    }
+    old_mappings::wait_for_bystanders(device, table, details)?;
+    old.into_iter().try_for_each(|(page, slot, _)| unmap(device, table, page, slot))
+}
+
 /// Waits for all work that may use the pages that are to leave, and returns them to the driver.
 pub(super) fn release_leaving(device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
-    let (mut waited, mut outcome) = (Waited::default(), Ok(()));
-    for page in std::mem::take(&mut table.leaving) {
-        let released = release_page(device, table, page, &mut waited, details);
-        if !matches!(released, Ok(true)) {
-            table.leaving.push(page);
-        }
-        outcome = outcome.and(released.map(drop));
-    }
-    outcome
+    let pages = std::mem::take(&mut table.leaving).into_iter().map(|page| (page, None)).collect();
+    let (kept, released) = release_pages(device, table, pages, details);
+    table.leaving.extend(kept.into_iter().map(|(page, _)| page));
+    released
 }
 
-/// Unmaps and releases free pages of a heap, up to `most` bytes, once its stream and other `users` have passed.
-fn release_heap(
-    device: &PagedDevice,
-    table: &mut PageTable,
-    number: u32,
-    (users, most): (&[StreamId], u64),
-    waited: &mut Waited,
-    details: &EntryDetails,
-) -> Result<()> {
-    let taken = {
-        let mut heap = device.heaps.get(number).lock();
-        heap.merge_recent();
-        take_free(device, table, &mut heap, most, details)
-    };
-    // After they were taken: other threads may have used and freed the memory since an earlier wait.
-    let mut passed = waited.anew(device, number, details);
-    for &user in users {
-        waited.streams.remove(&user);
-        passed = passed.and_then(|passed| Ok(waited.for_user(device, user, details)? && passed));
-    }
-    let mut outcome = passed.clone().map(drop);
-    for (page, home) in taken {
-        let released = match passed {
-            Ok(true) => release_page(device, table, page, waited, details),
-            _ => Ok(false),
-        };
-        if !matches!(released, Ok(true)) {
-            put_back(device, table, number, page, home, details);
-        }
-        outcome = outcome.and(released.map(drop));
-    }
-    if !matches!(passed, Ok(true)) {
-        return outcome;
-    }
-    if most < u64::MAX {
-        return outcome;
-    }
-    waited.for_bystanders(device, table, details)?;
-    // Old mappings of pages that are in use elsewhere.
-    for (page, slot, is_home) in table.mappings_of(number) {
-        if !is_home {
-            outcome = outcome.and(unmap(device, table, page, slot));
-        }
-    }
-    outcome
-}
+/// Pages that belong nowhere, and where each was taken from.
+type Homeless = Vec<(PageId, Option<Slot>)>;
 
-/// A page could not be released: it belongs to its home again, or is a spare one if it is not mapped there any more.
-fn put_back(
+/// Waits for all work that may use pages that belong nowhere, and returns them to the driver. Returns those that it
+/// keeps: where a capture forbids to wait, or a call failed.
+pub(super) fn release_pages(
     device: &PagedDevice,
     table: &mut PageTable,
-    number: u32,
-    page: PageId,
-    home: Slot,
+    pages: Homeless,
     details: &EntryDetails,
-) {
-    if !table.page(page).is_mapped_at(home) {
-        table.put_spare(page);
-        return;
-    }
-    let (start, bytes, kind) = (table.addr(home), table.page_bytes(page), table.range(home.range).kind);
-    table.set_home(page, Some(home));
-    table.index.note_changed(number);
-    let mut heap = device.heaps.get(number).lock();
-    heap.end_hole(kind, start, start + bytes);
-    device.record(Action::SegmentMap, start, bytes, &heap, details);
-}
-
-/// Unmaps a page everywhere and releases it. `false` if a capture forbids to wait for a stream that may use it.
-pub(super) fn release_page(
-    device: &PagedDevice,
-    table: &mut PageTable,
-    page: PageId,
-    waited: &mut Waited,
-    details: &EntryDetails,
-) -> Result<bool> {
-    for slot in table.page(page).mapped.clone() {
-        if !waited.for_heap(device, table.range(slot.range).heap, details)? {
-            return Ok(false);
+) -> (Homeless, Result<()>) {
+    let (mut kept, mut outcome, mut passed) = (Homeless::new(), Ok(()), BTreeSet::new());
+    let mapped = pages.iter().flat_map(|&(page, _)| &table.page(page).mapped);
+    let heaps: BTreeSet<HeapId> = mapped.map(|slot| table.range(slot.range).heap).collect();
+    for heap in heaps {
+        match old_mappings::wait_for_users(device, heap, details) {
+            Ok(has_passed) => passed.extend(has_passed.then_some(heap)),
+            Err(error) => outcome = outcome.and(Err(error)),
         }
     }
-    waited.for_bystanders(device, table, details)?;
-    // The home last: if one before it fails the page still has it.
-    for slot in table.page(page).mapped.clone() {
-        unmap(device, table, page, slot)?;
+    if !pages.is_empty()
+        && let Err(error) = old_mappings::wait_for_bystanders(device, table, details)
+    {
+        return (pages, Err(error));
     }
-    let physical = table.remove(page);
-    table.contention.forget();
-    release_physical(device, table, physical);
-    Ok(true)
+    for (page, from) in pages {
+        let is_done = table.page(page).mapped.iter().all(|slot| passed.contains(&table.range(slot.range).heap));
+        if is_done {
+            outcome = outcome.and(release_unused(device, table, page));
+        }
+        kept.extend(table.exists(page).then_some((page, from)));
+    }
+    (kept, outcome)
 }

@@ -7,6 +7,7 @@
 use warpool_driver::StreamId;
 
 use super::device::PagedDevice;
+use super::ids::HeapId;
 use super::last_work::LastWork;
 use super::pages::PageTable;
 use super::reclaim;
@@ -20,11 +21,11 @@ const HEAPS_PER_REQUEST: usize = 16;
 pub(super) fn retire_unused(
     device: &PagedDevice,
     table: &mut PageTable,
-    except: u32,
+    except: HeapId,
     details: &EntryDetails,
 ) -> Result<()> {
     for _ in 0..HEAPS_PER_REQUEST {
-        let Some(number) = table.index.pop_unused() else { break };
+        let Some(number) = table.pop_unused() else { break };
         let (stream, last_work) = {
             let heap = device.heaps.get(number).lock();
             if !heap.pool.is_default() || !heap.has_no_live() {
@@ -34,7 +35,7 @@ pub(super) fn retire_unused(
             (heap.stream, heap.last_work().cloned())
         };
         if number == except || !is_done(device, stream, last_work)? {
-            table.index.note_used(number);
+            table.note_used(number);
             continue;
         }
         reclaim::retire_idle(device, table, number, details);

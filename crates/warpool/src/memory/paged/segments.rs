@@ -10,6 +10,7 @@ use warpool_driver::{DevicePtr, StreamId};
 use super::address_space::Location;
 use super::device::PagedDevice;
 use super::heap::{kind_of, rounded};
+use super::ids::HeapId;
 use super::pending::PendingFrees;
 use super::pools::Takeable;
 use crate::memory::report::EntryDetails;
@@ -24,7 +25,7 @@ pub(super) fn allocate(
     device: &PagedDevice,
     request: &Request,
     pool: MemPoolId,
-    number: u32,
+    number: HeapId,
     details: &EntryDetails,
 ) -> Result<OrOom<Allocation>> {
     let Some((source, no_split)) = lock(&device.pools).segment_source(pool) else {
@@ -55,7 +56,7 @@ pub(super) fn allocate(
         let mut table = lock(&device.pages);
         let mut heap = device.heaps.get(number).lock();
         if heap.is_of(request.stream, pool) {
-            table.homes.set_pool(number, pool);
+            table.set_pool(number, pool);
             let on_device = table.add_segment(ptr.0, bytes, number, kind, source.clone());
             let (range, block) = heap.add_segment(kind, on_device, ptr.0, bytes, request.bytes, no_split);
             device.record(Action::SegmentAlloc, ptr.0, bytes, &heap, details);

@@ -20,6 +20,7 @@ use warpool_driver::StreamId;
 
 use super::device::PagedDevice;
 use super::free::Fences;
+use super::ids::HeapId;
 use super::last_work::LastWork;
 use super::pending::PendingFrees;
 use crate::memory::report::EntryDetails;
@@ -42,7 +43,7 @@ pub(super) enum Tail {
 
 impl PagedDevice {
     /// An event after all work of its stream that may use the memory of a heap.
-    pub(super) fn tail_of(&self, number: u32, details: &EntryDetails) -> Result<Tail> {
+    pub(super) fn tail_of(&self, number: HeapId, details: &EntryDetails) -> Result<Tail> {
         let _naming = lock(&self.naming);
         let (stream, last_work) = {
             let heap = self.heaps.get(number).lock();
@@ -62,7 +63,7 @@ impl PagedDevice {
     }
 
     /// The same for a stream that nobody said uses the memory in question. `None` if nothing can be waited for.
-    pub(super) fn bystander_tail(&self, number: u32, details: &EntryDetails) -> Result<Option<Arc<PooledEvent>>> {
+    pub(super) fn bystander_tail(&self, number: HeapId, details: &EntryDetails) -> Result<Option<Arc<PooledEvent>>> {
         let _naming = lock(&self.naming);
         let (stream, last_work) = {
             let heap = self.heaps.get(number).lock();
@@ -80,7 +81,7 @@ impl PagedDevice {
 
     /// The last block of `stream` in a heap was freed: its owner may destroy it as soon as this returns.
     #[cold]
-    pub(super) fn end_of_stream(&self, number: u32, stream: StreamId, fences: Fences, details: &EntryDetails) {
+    pub(super) fn end_of_stream(&self, number: HeapId, stream: StreamId, fences: Fences, details: &EntryDetails) {
         let _naming = lock(&self.naming);
         let ends = {
             let heap = self.heaps.get(number).lock();
@@ -109,12 +110,12 @@ impl PagedDevice {
 
     /// Waits for all work of the device, and notes that the unknown last work of these heaps is done. `false` if a
     /// capture forbids it.
-    pub(super) fn wait_for_unknown_work(&self, heaps: impl Iterator<Item = u32>) -> Result<bool> {
+    pub(super) fn wait_for_unknown_work(&self, heaps: impl Iterator<Item = HeapId>) -> Result<bool> {
         let unknown = heaps.filter_map(|number| {
             let heap = self.heaps.get(number).lock();
             matches!(heap.last_work(), Some(LastWork::Unknown)).then(|| (number, heap.ends()))
         });
-        let unknown: Vec<(u32, u64)> = unknown.collect();
+        let unknown: Vec<(HeapId, u64)> = unknown.collect();
         if self.has_captures() {
             return Ok(false);
         }
@@ -127,7 +128,7 @@ impl PagedDevice {
     }
 
     /// Waits for all work of its stream that may use the memory of a heap. `false` if a capture forbids it.
-    pub(super) fn wait_for_heap(&self, number: u32, details: &EntryDetails) -> Result<bool> {
+    pub(super) fn wait_for_heap(&self, number: HeapId, details: &EntryDetails) -> Result<bool> {
         match self.tail_of(number, details)? {
             Tail::Done => Ok(true),
             Tail::Event { event, .. } => {

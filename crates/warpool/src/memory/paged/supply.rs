@@ -1,6 +1,7 @@
 //! The pages that a window is filled with, and where in it each goes.
 
-use super::pages::{PageId, Slot};
+use super::ids::PageId;
+use super::slot::Slot;
 
 /// Slots of a window that have no page yet: neighbours.
 #[derive(Clone, Copy, Debug)]
@@ -31,21 +32,17 @@ pub(super) struct Supply {
 }
 
 impl Supply {
-    /// Begins anew, for these slots, which are sorted.
-    pub(super) fn begin(&mut self, slots: impl Iterator<Item = Slot>) {
-        let Self { gaps, pages, created, exchanged, slots_needed } = self;
-        gaps.clear();
-        pages.clear();
-        created.clear();
-        exchanged.clear();
-        *slots_needed = 0;
+    /// For these slots, which are sorted.
+    pub(super) fn new(slots: impl Iterator<Item = Slot>) -> Self {
+        let mut supply = Self::default();
         for slot in slots {
-            *slots_needed += 1;
-            match gaps.last_mut() {
+            supply.slots_needed += 1;
+            match supply.gaps.last_mut() {
                 Some(gap) if gap.first.index + gap.slots == slot.index => gap.slots += 1,
-                _ => gaps.push(Gap { first: slot, slots: 1 }),
+                _ => supply.gaps.push(Gap { first: slot, slots: 1 }),
             }
         }
+        supply
     }
 
     /// How many slots the next page may have; 0 if none is needed.
@@ -53,11 +50,7 @@ impl Supply {
         self.gaps.iter().map(|gap| gap.slots).max().unwrap_or(0)
     }
 
-    pub(super) fn accepts(&self, slots: u32) -> bool {
-        slots <= self.next_max()
-    }
-
-    /// Puts a page that is [accepted](Self::accepts) at the end of the last gap that has room for it.
+    /// Puts a page that has at most [`next_max`](Self::next_max) slots at the end of the last gap that has room for it.
     pub(super) fn add(&mut self, page: PageId, slots: u32, from: Option<Slot>) {
         let at = self.gaps.iter().rposition(|gap| gap.slots >= slots).expect("a gap that is large enough");
         let gap = &mut self.gaps[at];

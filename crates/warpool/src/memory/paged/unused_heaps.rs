@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use warpool_driver::StreamId;
 
+use super::ids::HeapId;
 use crate::PooledEvent;
 
 /// How many unused heaps are remembered. All others are retired later (`retire.rs`).
@@ -24,7 +25,7 @@ pub(super) struct UnusedHeaps {
 
 #[derive(Debug)]
 pub(super) struct UnusedHeap {
-    pub(super) number: u32,
+    pub(super) number: HeapId,
     /// How often its last block had been freed.
     pub(super) ends: u64,
     /// How many heaps had been added.
@@ -44,7 +45,7 @@ impl UnusedHeaps {
 
     /// A heap was looked at. `ends` is how often its last block was freed, if nothing is allocated in it and its stream
     /// may be destroyed.
-    pub(super) fn note(&mut self, number: u32, ends: Option<u64>) {
+    pub(super) fn note(&mut self, number: HeapId, ends: Option<u64>) {
         self.heaps.retain(|heap| heap.number != number);
         if let Some(ends) = ends {
             self.heaps.push_back(UnusedHeap { number, ends, added: self.added, bystanders: None });

@@ -10,12 +10,11 @@ use warpool_driver::{ErrorCode, PhysicalOptions};
 use super::{Fill, OrOom};
 use crate::Result;
 use crate::memory::OomCause;
-use crate::memory::paged::heap::FreeBlock;
+use crate::memory::paged::ids::PageId;
 use crate::memory::paged::page_sizes::PageSizes;
-use crate::memory::paged::pages::{PageId, Slot};
-use crate::memory::paged::physical::release_physical;
 use crate::memory::paged::reclaim;
 use crate::memory::paged::supply::Supply;
+use crate::memory::paged::take::release_physical;
 
 impl Fill<'_> {
     /// Gets what is still needed from the driver, within the limit.
@@ -63,64 +62,33 @@ impl Fill<'_> {
         if !self.table.has_pages_of(2 * room) {
             return Ok(0);
         }
-        let before = supply.exchanged.len();
-        let mut slots = 0;
+        let (mut slots, mut taken) = (0, Vec::new());
         while slots < wanted
             && let Some(page) = self.table.take_spare(room + 1..=PageSizes::SLOTS_MAX)
         {
             slots += self.table.page(page).slots;
-            supply.exchanged.push((page, None));
+            taken.push((page, None));
         }
-        if self.takes_own() {
-            slots += self.take_too_large(self.request.heap, room, wanted.saturating_sub(slots), &mut supply.exchanged);
-        }
-        let others: Vec<u32> = self.table.index.with_pages().collect();
-        for number in others {
-            if self.asks_others && slots < wanted && self.may_take_from(number) {
-                slots += self.take_too_large(number, room, wanted - slots, &mut supply.exchanged);
-            }
-        }
-        if self.request.on_oom {
-            let taken = supply.exchanged.split_off(before);
-            slots = self.release_now(taken)?;
-        }
-        Ok(slots)
-    }
-
-    /// Takes free pages of a heap, of the smallest blocks first. Returns how many slots.
-    fn take_too_large(&mut self, number: u32, room: u32, wanted: u32, taken: &mut Vec<(PageId, Option<Slot>)>) -> u32 {
-        let mut heap = self.device.heaps.get(number).lock();
-        heap.merge_recent();
-        let mut slots = 0;
-        for FreeBlock { id: block, .. } in heap.blocks_with_pages(self.table.slot_bytes) {
-            let pages = self.table.pages_in(&heap, block);
-            let too_large = pages.filter(|&(_, page)| self.table.page(page).slots > room);
-            let enough = too_large.take_while(|&(_, page)| {
-                let is_wanted = slots < wanted;
-                slots += if is_wanted { self.table.page(page).slots } else { 0 };
+        let mut heaps = if self.asks_others { self.other_heaps() } else { Vec::new() };
+        heaps.splice(0..0, self.takes_own().then_some(self.request.heap));
+        for number in heaps {
+            let from_heap = self.take_pages(number, |(_, of_page), _| {
+                let is_wanted = of_page > room && slots < wanted;
+                slots += if is_wanted { of_page } else { 0 };
                 is_wanted
             });
-            let pages: Vec<_> = enough.collect();
-            self.take_pages(&mut heap, block, &pages);
-            taken.extend(pages.into_iter().map(|(slot, page)| (page, Some(slot))));
+            taken.extend(from_heap.into_iter().map(|(page, slot)| (page, Some(slot))));
         }
-        slots
-    }
-
-    /// Waits for all work that may use these pages, and returns them to the driver. Returns how many slots.
-    fn release_now(&mut self, pages: Vec<(PageId, Option<Slot>)>) -> Result<u32> {
-        let (mut waited, mut slots, mut outcome) = (reclaim::Waited::default(), 0, Ok(()));
-        for (page, from) in pages {
-            let of_page = self.table.page(page).slots;
-            let released = reclaim::release_page(self.device, self.table, page, &mut waited, self.details);
-            if matches!(released, Ok(true)) {
-                slots += of_page;
-            } else {
-                self.put_back(page, from.filter(|&slot| self.table.page(page).is_mapped_at(slot)));
-            }
-            outcome = outcome.and(released.map(drop));
+        if !self.request.on_oom {
+            supply.exchanged.extend(taken);
+            return Ok(slots);
         }
-        outcome.map(|()| slots)
+        let before = self.table.bytes_of_pages();
+        let (kept, outcome) = reclaim::release_pages(self.device, self.table, taken, self.details);
+        self.put_pages_back(kept.into_iter());
+        outcome?;
+        let released = (before - self.table.bytes_of_pages()) / self.table.slot_bytes;
+        Ok(u32::try_from(released).expect("fewer than 2^32 slots"))
     }
 
     /// Returns a page to the driver that was created for this request and is mapped nowhere.

@@ -4,8 +4,9 @@ use warpool_driver::{Access, DeviceAccess, DevicePtr};
 
 use super::Fill;
 use crate::memory::Action;
+use crate::memory::paged::ids::PageId;
 use crate::memory::paged::old_mappings;
-use crate::memory::paged::pages::{PageId, Slot};
+use crate::memory::paged::slot::Slot;
 use crate::memory::paged::supply::Supplied;
 use crate::{Result, lock};
 
@@ -44,7 +45,7 @@ impl Fill<'_> {
                 outcome = outcome.and(set);
             }
         }
-        rest.iter().for_each(|supplied| self.put_back(supplied.page, supplied.from));
+        self.put_pages_back(rest.iter().map(|supplied| (supplied.page, supplied.from)));
         outcome
     }
 
@@ -81,21 +82,5 @@ impl Fill<'_> {
             tracing::warn!(%error, "a mapping could not be undone; it is retried");
             self.table.set_broken(slot, slots);
         }
-    }
-
-    /// Returns a page to where it was taken from, or to the spare ones.
-    pub(super) fn put_back(&mut self, page: PageId, from: Option<Slot>) {
-        let Some(slot) = from else {
-            self.table.put_spare(page);
-            return;
-        };
-        let (start, bytes) = (self.table.addr(slot), self.table.page_bytes(page));
-        let (number, kind) = (self.table.range(slot.range).heap, self.table.range(slot.range).kind);
-        self.table.set_home(page, Some(slot));
-        self.table.totals.taken -= 1;
-        self.table.index.note_changed(number);
-        let mut heap = self.device.heaps.get(number).lock();
-        heap.end_hole(kind, start, start + bytes);
-        self.device.record(Action::SegmentMap, start, bytes, &heap, self.details);
     }
 }

@@ -1,7 +1,7 @@
 //! Getting pages for a request that no free block can hold.
 //!
 //! Under the lock of the pages:
-//! 1. A window of free addresses is chosen (`window/`) and taken out of the heap's lists.
+//! 1. A window of free addresses is chosen (`window.rs`) and taken out of the heap's lists.
 //! 2. Pages that are still mapped in the window and are free are taken back: no driver call. If this heap's free pages
 //!    and the spare ones are enough for the request, only these count, so that no stream is waited for.
 //! 3. Further pages come, in this order, from: the spare ones; free blocks of this heap, the smallest first; free
@@ -15,32 +15,28 @@
 
 mod grow;
 mod map;
-mod order;
 mod take;
-mod take_back;
-
-use std::sync::Arc;
 
 use warpool_driver::StreamId;
 
 use crate::memory::paged::address_space::Location;
 use crate::memory::paged::device::PagedDevice;
-use crate::memory::paged::fill_memory::FillMemory;
 use crate::memory::paged::heap::{Heap, kind_of, rounded};
+use crate::memory::paged::ids::{BlockId, HeapId, PageId};
 use crate::memory::paged::left_addresses::LeftAddresses;
 use crate::memory::paged::old_mappings;
-use crate::memory::paged::page_set::PageSet;
 use crate::memory::paged::page_sizes::PageSizes;
-use crate::memory::paged::pages::{Mapping, PageId, PageTable, Slot};
+use crate::memory::paged::pages::PageTable;
 use crate::memory::paged::reclaim;
 use crate::memory::paged::retire;
+use crate::memory::paged::slot::Slot;
 use crate::memory::paged::supply::Supply;
 use crate::memory::paged::used_heaps::look_at_used;
-use crate::memory::paged::window::{Wanted, Window};
+use crate::memory::paged::window::{self, PageSet, Wanted, Window};
 use crate::memory::report::EntryDetails;
 use crate::memory::{MemPoolId, OomCause, SegmentKind};
 use crate::sync::spin_lock::SpinLock;
-use crate::{Error, PooledEvent, Result, lock};
+use crate::{Error, Result, lock};
 
 /// Out of memory is an answer, not an error of the call.
 pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
@@ -48,7 +44,7 @@ pub(super) type OrOom<T> = std::result::Result<T, OomCause>;
 /// A request that needs pages.
 #[derive(Clone, Copy)]
 pub(super) struct FillRequest {
-    pub(super) heap: u32,
+    pub(super) heap: HeapId,
     pub(super) requested: u64,
     pub(super) stream: StreamId,
     pub(super) pool: MemPoolId,
@@ -59,8 +55,8 @@ pub(super) struct FillRequest {
 }
 
 /// Allocates, with further pages if need be. Returns the number of the block.
-pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &EntryDetails) -> Result<OrOom<u32>> {
-    let (mut table, mut memory) = (lock(&device.pages), lock(&device.fill_memory));
+pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &EntryDetails) -> Result<OrOom<BlockId>> {
+    let mut table = lock(&device.pages);
     let cell = device.heaps.get(request.heap);
     let mut fill = Fill {
         device,
@@ -68,17 +64,14 @@ pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &Ent
         cell,
         details,
         table: &mut table,
-        memory: &mut memory,
         page_slots: 1,
         asks_others: false,
         own_page: false,
         needs_bystanders: false,
-        ordered_after: Vec::new(),
-        recorded: Vec::new(),
     };
     let outcome = fill.run();
     fill.order_after_bystanders();
-    fill.table.index.note_changed(request.heap);
+    fill.table.note_changed(request.heap);
     outcome
 }
 
@@ -88,19 +81,14 @@ struct Fill<'a> {
     cell: &'a SpinLock<Heap>,
     details: &'a EntryDetails,
     table: &'a mut PageTable,
-    memory: &'a mut FillMemory,
     /// The slots of a new page, where there is room for it. Holes are filled, and pages taken, in units of that size.
     page_slots: u32,
     /// Whether other heaps' pages count and may be taken: this heap and the spare pages have not enough.
     asks_others: bool,
-    /// Whether it gets a new page rather than one that other heaps would take again (`contention.rs`).
+    /// Whether it gets a new page rather than one that other heaps would take again (`pages/heaps.rs`).
     own_page: bool,
     /// Whether pages were taken that another stream used: the request's stream then waits for bystanders, too.
     needs_bystanders: bool,
-    /// The streams that it waits for since the last time.
-    ordered_after: Vec<StreamId>,
-    /// Events after the work of bystanders, recorded after all pages were taken.
-    recorded: Vec<(StreamId, Arc<PooledEvent>)>,
 }
 
 /// What became of a window.
@@ -110,13 +98,11 @@ enum Filled {
     /// These pages are mapped in it, and can neither be taken back nor unmapped. Nothing has changed, but for pages
     /// that were taken back and mappings that were undone.
     Blocked(Vec<PageId>),
-    /// This heap has not enough pages after all.
-    NeedsOthers,
     OutOfMemory(OomCause),
 }
 
 impl Fill<'_> {
-    fn run(&mut self) -> Result<OrOom<u32>> {
+    fn run(&mut self) -> Result<OrOom<BlockId>> {
         self.prepare()?;
         let requested = self.request.requested;
         let (kind, bytes) = (kind_of(rounded(requested)), rounded(requested));
@@ -126,13 +112,10 @@ impl Fill<'_> {
             return Ok(Err(if limited { OomCause::Limit } else { OomCause::Device }));
         }
         self.page_slots = if self.request.on_oom { 1 } else { self.new_page_slots(kind) };
-        self.own_page = bytes <= self.table.slot_bytes && self.table.contention.note_needed(self.request.heap);
-        self.memory.free_elsewhere.clear_for(0);
-        if self.request.on_oom || !self.own_page && self.own_free_bytes() < bytes {
-            self.ask_others();
-        }
+        self.own_page = bytes <= self.table.slot_bytes && self.table.needs_own_page(self.request.heap);
+        self.asks_others = self.request.on_oom || !self.own_page && self.own_free_bytes() < bytes;
         // Pages that cannot be taken back: they are in use by now, or mapped in a window that they belong to.
-        let mut excluded = PageSet::default();
+        let mut excluded = Vec::new();
         loop {
             let mut heap = self.cell.lock();
             heap.merge_recent();
@@ -156,7 +139,6 @@ impl Fill<'_> {
             match filled? {
                 Filled::Done => {}
                 Filled::Blocked(pages) => excluded.extend(pages),
-                Filled::NeedsOthers => self.ask_others(),
                 Filled::OutOfMemory(cause) => return Ok(Err(cause)),
             }
         }
@@ -169,7 +151,7 @@ impl Fill<'_> {
             // Another thread may have released the pool: its pages are then given away by whoever locks them next.
             lock(&self.device.pools).expect_in_use(pool)?;
         }
-        self.table.index.begin_request();
+        self.table.begin_request();
         look_at_used(self.device, self.table);
         old_mappings::undo_some(self.device, self.table, self.details)?;
         retire::retire_unused(self.device, self.table, heap, self.details)?;
@@ -183,45 +165,41 @@ impl Fill<'_> {
             // The heap was retired since it was found.
             return Err(Error::PoolReleased { pool });
         }
-        self.table.homes.set_pool(heap, pool);
+        self.table.set_pool(heap, pool);
         Ok(())
     }
 
     /// The window of least cost, if there are enough addresses.
-    fn choose_window(&mut self, heap: &Heap, kind: SegmentKind, bytes: u64, excluded: &PageSet) -> Option<Window> {
-        let takes_own = self.takes_own();
-        let FillMemory { search, runs, takeable, free_elsewhere, .. } = self.memory;
-        takeable.clear_for(self.table.pages_end());
-        takeable.extend(self.table.spare_pages());
-        if takes_own {
-            self.table.add_free_pages(heap, takeable);
+    fn choose_window(&self, heap: &Heap, kind: SegmentKind, bytes: u64, excluded: &[PageId]) -> Option<Window> {
+        let mut takeable = PageSet::new(self.table);
+        self.table.spare_pages().for_each(|page| takeable.set(page, true));
+        if self.takes_own() {
+            self.table.free_pages(heap).for_each(|page| takeable.set(page, true));
         }
-        takeable.insert_all(free_elsewhere);
-        takeable.remove_all(excluded);
-        heap.find_free_runs(kind, bytes, runs);
+        if self.asks_others && self.table.was_taken_from(self.request.heap) {
+            // Pages of other heaps that are still mapped in this one need no driver call.
+            for number in self.other_heaps() {
+                let mut heap = self.device.heaps.get(number).lock();
+                heap.merge_recent();
+                self.table.free_pages(&heap).for_each(|page| takeable.set(page, true));
+            }
+        }
+        excluded.iter().for_each(|&page| takeable.set(page, false));
         let (unit, memory_first) = (self.page_slots, self.request.on_oom);
-        search.choose(Wanted { table: self.table, runs, bytes, unit, memory_first, takeable })
+        let wanted = Wanted { table: self.table, bytes, unit, memory_first, takeable: &takeable };
+        window::choose(&wanted, &heap.free_runs(kind, bytes))
     }
 
     /// The bytes of the pages that this heap could give, and of the spare ones.
     fn own_free_bytes(&self) -> u64 {
-        let spare: u64 = self.table.spare_pages().map(|page| self.table.page_bytes(page)).sum();
+        let bytes = |page: PageId| self.table.page_bytes(page);
+        let spare: u64 = self.table.spare_pages().map(bytes).sum();
         if !self.takes_own() {
             return spare;
         }
         let mut heap = self.cell.lock();
         heap.merge_recent();
-        let mut own = 0;
-        heap.free_blocks_from(self.table.slot_bytes, |block| {
-            own += self.table.pages_in(&heap, block).map(|(_, page)| self.table.page_bytes(page)).sum::<u64>();
-        });
-        own + spare
-    }
-
-    /// From here on other heaps' pages count, and may be taken.
-    fn ask_others(&mut self) {
-        self.asks_others = true;
-        self.find_free_elsewhere();
+        spare + self.table.free_pages(&heap).map(bytes).sum::<u64>()
     }
 
     /// Puts pages into every slot of the window.
@@ -232,75 +210,69 @@ impl Fill<'_> {
         if !blocked.is_empty() {
             return Ok(Filled::Blocked(blocked));
         }
-        let mut supply = std::mem::take(&mut self.memory.supply);
-        supply.begin(self.slots(window).filter(|&slot| self.table.own_page(slot).is_none()));
-        let filled = match self.obtain(&mut supply) {
-            Ok(Filled::Done) => self.use_pages(&mut supply),
-            others => {
-                self.put_all_back(&supply);
-                others
+        let without_page = self.slots(window).filter(|&slot| self.table.own_page(slot).is_none());
+        let mut supply = Supply::new(without_page);
+        match self.obtain(&mut supply) {
+            Ok(Ok(())) => self.use_pages(supply).map(|()| Filled::Done),
+            failed => {
+                // Returns all pages to where they were, so that a failed request changes nothing.
+                let supplied = supply.pages.iter().map(|supplied| (supplied.page, supplied.from));
+                self.put_pages_back(supplied.chain(supply.exchanged));
+                supply.created.iter().for_each(|&page| self.release_new(page));
+                failed.map(|oom| oom.map_or_else(Filled::OutOfMemory, |()| Filled::Done))
             }
-        };
-        self.memory.supply = supply;
-        filled
+        }
     }
 
     /// Gets a page for every gap, from the nearest source.
-    fn obtain(&mut self, supply: &mut Supply) -> Result<Filled> {
+    fn obtain(&mut self, supply: &mut Supply) -> Result<OrOom<()>> {
         if self.own_page {
             self.take_spare(supply, 1);
             self.take_own(supply, 1);
             if supply.slots_needed > 0 {
                 // Where there is no memory for it, it is not tried again either.
-                self.table.contention.note_own(self.request.heap);
+                self.table.note_own_page(self.request.heap);
                 let _ = self.grow(supply)?;
             }
         }
-        // Large pages of all heaps come before smaller ones: those fit where a large one does not any more.
-        let asks_others = self.asks_others;
-        let mut slots_min = PageSizes::SLOTS_MAX;
-        while slots_min > 0 && supply.slots_needed > 0 {
-            if slots_min <= supply.next_max() && self.table.has_pages_of(slots_min) {
-                self.take_spare(supply, slots_min);
-                self.take_own(supply, slots_min);
-                if asks_others {
-                    self.take_from_others(supply, slots_min)?;
+        loop {
+            // Large pages of all heaps come before smaller ones: those fit where a large one does not any more.
+            for slots_min in [4, 2, 1] {
+                if slots_min <= supply.next_max() && self.table.has_pages_of(slots_min) {
+                    self.take_spare(supply, slots_min);
+                    self.take_own(supply, slots_min);
+                    if self.asks_others {
+                        self.take_from_others(supply, slots_min)?;
+                    }
                 }
             }
-            slots_min /= 2;
+            if supply.slots_needed == 0 || self.asks_others {
+                break;
+            }
+            // This heap has not enough pages after all.
+            self.asks_others = true;
         }
-        if supply.slots_needed > 0 && !asks_others && self.device.heaps.len() > 1 {
-            return Ok(Filled::NeedsOthers);
-        }
-        Ok(self.grow(supply)?.map_or_else(Filled::OutOfMemory, |()| Filled::Done))
+        self.grow(supply)
     }
 
     /// The pages that were got belong to the window from here on.
-    fn use_pages(&mut self, supply: &mut Supply) -> Result<Filled> {
+    fn use_pages(&mut self, mut supply: Supply) -> Result<()> {
         self.table.leaving.extend(supply.exchanged.iter().map(|&(page, _)| page));
         if supply.pages.iter().any(|supplied| supplied.from.is_some()) || !supply.exchanged.is_empty() {
-            self.record_takes();
+            // Without it the old mappings stay until a later one.
+            let recorded = old_mappings::record_takes(self.device, self.table, self.request.heap, self.details);
+            if let Err(error) = recorded {
+                tracing::warn!(%error, "no event could be recorded after taken pages; it is retried");
+            }
         }
-        self.map(&mut supply.pages)?;
-        Ok(Filled::Done)
-    }
-
-    /// Returns all pages to where they were, so that a failed request changes nothing.
-    fn put_all_back(&mut self, supply: &Supply) {
-        supply.pages.iter().for_each(|supplied| self.put_back(supplied.page, supplied.from));
-        supply.exchanged.iter().for_each(|&(page, from)| self.put_back(page, from));
-        supply.created.iter().for_each(|&page| self.release_new(page));
+        self.map(&mut supply.pages)
     }
 
     /// Undoes mappings in the window that no work uses any more, and whose pages belong elsewhere.
     fn undo_old(&mut self, window: Window) -> Result<()> {
-        let passed = self.table.passed_takes(window.range);
         for slot in self.slots(window) {
             let state = self.table.slot(slot);
-            if let Mapping::Page(part) = state.mapping()
-                && !part.is_home
-                && passed.has_passed(&state)
-            {
+            if let Some(part) = state.old().filter(|_| state.has_passed(self.table.passed_takes(window.range))) {
                 old_mappings::unmap(self.device, self.table, part.page, part.first_slot(slot))?;
             }
         }
@@ -309,10 +281,7 @@ impl Fill<'_> {
 
     /// Pages that are mapped in slots of the window that they do not belong to.
     fn blocked(&self, window: Window) -> impl Iterator<Item = PageId> {
-        self.slots(window).filter_map(|slot| match self.table.mapping(slot) {
-            Mapping::Page(part) => (!part.is_home).then_some(part.page),
-            _ => None,
-        })
+        self.slots(window).filter_map(|slot| self.table.slot(slot).old().map(|part| part.page))
     }
 
     /// The parts of a window by their ends, and whether pages are behind each.
@@ -345,14 +314,7 @@ impl Fill<'_> {
             return 1;
         }
         let (reserved, slot) = (self.table.reserved_all().current, self.table.slot_bytes);
-        self.table.page_sizes.slots(reserved, self.bytes_in_parts(), slot)
-    }
-
-    /// How much is free in pages that blocks have parts of, in this heap and in those that pages may be taken from.
-    fn bytes_in_parts(&self) -> u64 {
-        let counts = |number| number == self.request.heap || self.may_take_from(number);
-        let private = self.table.index.parts_of_private().filter(|&(number, _)| counts(number));
-        self.table.index.bytes_in_parts() + private.map(|(_, bytes)| bytes).sum::<u64>()
+        self.table.page_sizes.slots(reserved, self.table.bytes_in_parts(), slot)
     }
 
     /// Reserves addresses for the heap: several times as many as it has, or as the request needs. They cost nothing,
@@ -365,7 +327,7 @@ impl Fill<'_> {
         const FIRST_HEAPS: u32 = 64;
         let has: u64 = self.table.bytes_of_ranges(self.request.heap, kind);
         let most = self.device.bytes_total.next_multiple_of(1 << 30).max(FIRST[1]);
-        let first = FIRST[kind as usize] / u64::from(1 + self.request.heap / FIRST_HEAPS).next_power_of_two();
+        let first = FIRST[kind as usize] / u64::from(1 + self.request.heap.0 / FIRST_HEAPS).next_power_of_two();
         let wanted = has
             .saturating_mul(GROWTH)
             .clamp(first, most)

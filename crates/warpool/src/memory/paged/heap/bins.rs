@@ -7,6 +7,7 @@
 
 use std::hint::select_unpredictable;
 
+use super::super::ids::BlockId;
 use super::block::{Blocks, NONE};
 
 /// Bits of the size below its highest that choose the bin: 16 bins from each power of two to the next.
@@ -26,7 +27,7 @@ const BETWEEN_LOOK: usize = 32;
 #[derive(Debug)]
 pub(super) struct Bins {
     /// The first block of each list.
-    heads: Box<[u32; BINS]>,
+    heads: Box<[BlockId; BINS]>,
     /// Which lists are not empty.
     occupied: [u64; WORDS],
     /// Which words of it are not 0.
@@ -52,7 +53,7 @@ const fn bin_of(grains: u64) -> usize {
 impl Bins {
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "there are fewer than 2^16 bins")]
-    pub(super) fn insert(&mut self, blocks: &mut Blocks, id: u32) {
+    pub(super) fn insert(&mut self, blocks: &mut Blocks, id: BlockId) {
         let grains = blocks.get(id).grains();
         let bin = bin_of(grains);
         let head = std::mem::replace(&mut self.heads[bin], id);
@@ -65,7 +66,7 @@ impl Bins {
     }
 
     #[inline]
-    pub(super) fn remove(&mut self, blocks: &mut Blocks, id: u32) {
+    pub(super) fn remove(&mut self, blocks: &mut Blocks, id: BlockId) {
         let block = blocks.get(id);
         let (before, after, bin) = (block.bin_prev, block.bin_next, usize::from(block.bin));
         // Without a branch: NONE is a place that is written and not read.
@@ -75,15 +76,9 @@ impl Bins {
         self.set_head(bin, head);
     }
 
-    /// The first block in the bin of a size.
-    #[inline]
-    pub(super) fn first_of(&self, grains: u64) -> u32 {
-        self.heads[bin_of(grains)]
-    }
-
     /// Takes the first block of a bin that is not empty.
     #[inline]
-    fn pop(&mut self, blocks: &mut Blocks, bin: usize) -> u32 {
+    fn pop(&mut self, blocks: &mut Blocks, bin: usize) -> BlockId {
         let id = self.heads[bin];
         let block = blocks.get(id);
         let after = block.bin_next;
@@ -93,7 +88,7 @@ impl Bins {
     }
 
     #[inline]
-    fn set_head(&mut self, bin: usize, head: u32) {
+    fn set_head(&mut self, bin: usize, head: BlockId) {
         self.heads[bin] = head;
         let word = self.occupied[bin / 64] & !(u64::from(head == NONE) << (bin % 64));
         self.occupied[bin / 64] = word;
@@ -109,7 +104,7 @@ impl Bins {
 
     /// Whether a block other than `except` may have a size from `least` up to below `most`, in grains. `true` also if
     /// there are too many to look at.
-    pub(super) fn has_between(&self, blocks: &Blocks, least: u64, most: u64, except: u32) -> bool {
+    pub(super) fn has_between(&self, blocks: &Blocks, least: u64, most: u64, except: BlockId) -> bool {
         let (mut bin, last) = (self.next_occupied(bin_of(least)), bin_of(most));
         let mut looked = 0;
         while let Some(at) = bin.filter(|&at| at <= last) {
@@ -126,7 +121,7 @@ impl Bins {
 
     /// Takes a block of at least that size: the best of the first few of its own bin, else one of the next bin.
     #[inline]
-    pub(super) fn take(&mut self, blocks: &mut Blocks, grains: u64) -> Option<u32> {
+    pub(super) fn take(&mut self, blocks: &mut Blocks, grains: u64) -> Option<BlockId> {
         let own = bin_of(grains);
         let mut best = (u64::MAX, NONE);
         let mut id = self.heads[own];
@@ -147,7 +142,7 @@ impl Bins {
     }
 
     /// The blocks of a bin, with their sizes in grains.
-    fn list<'a>(&self, blocks: &'a Blocks, bin: usize) -> impl Iterator<Item = (u32, u64)> + 'a {
+    fn list<'a>(&self, blocks: &'a Blocks, bin: usize) -> impl Iterator<Item = (BlockId, u64)> + 'a {
         let mut next = self.heads[bin];
         std::iter::from_fn(move || {
             let id = next;
@@ -158,7 +153,7 @@ impl Bins {
     }
 
     /// Every block of at least that size, smallest bins first.
-    pub(super) fn at_least<'a>(&'a self, blocks: &'a Blocks, grains: u64) -> impl Iterator<Item = u32> + 'a {
+    pub(super) fn at_least<'a>(&'a self, blocks: &'a Blocks, grains: u64) -> impl Iterator<Item = BlockId> + 'a {
         let mut bin = self.next_occupied(bin_of(grains));
         let mut id = bin.map_or(NONE, |bin| self.heads[bin]);
         let all = std::iter::from_fn(move || {

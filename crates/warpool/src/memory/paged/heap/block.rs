@@ -1,6 +1,6 @@
 //! Blocks: what the address ranges of a heap are divided into.
 
-use super::prefetch::prefetch;
+use super::super::ids::{BlockId, RangeInHeap};
 use crate::memory::SegmentKind;
 
 /// The unit of sizes and addresses.
@@ -8,7 +8,7 @@ pub(in crate::memory::paged) const GRAIN: u64 = 512;
 
 /// No block. There is a place with this number, which is never in use: it can be written instead of a neighbour that a
 /// block does not have, without a branch.
-pub(super) const NONE: u32 = 0;
+pub(super) const NONE: BlockId = BlockId(0);
 
 /// What a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,11 +37,11 @@ pub(in crate::memory::paged) struct Block {
     /// The requested size; 0 unless it is allocated or pending.
     pub(super) requested: u64,
     /// Neighbours in the same range, by address.
-    pub(super) prev: u32,
-    pub(super) next: u32,
+    pub(super) prev: BlockId,
+    pub(super) next: BlockId,
     /// Neighbours in the list of a bin.
-    pub(super) bin_prev: u32,
-    pub(super) bin_next: u32,
+    pub(super) bin_prev: BlockId,
+    pub(super) bin_next: BlockId,
     /// The bin, while it is in one.
     pub(super) bin: u16,
     /// Tells allocations of the same block apart.
@@ -49,7 +49,7 @@ pub(in crate::memory::paged) struct Block {
     /// How many graphs hold it.
     pub(super) holds: u32,
     /// Its range, in its area.
-    pub(super) range: u32,
+    pub(super) range: RangeInHeap,
     pub(super) state: State,
     pub(super) kind: SegmentKind,
     /// Whether other streams use it.
@@ -59,7 +59,7 @@ pub(in crate::memory::paged) struct Block {
 impl Block {
     /// Without neighbours.
     #[inline]
-    fn new(addr: u64, bytes: u64, kind: SegmentKind, range: u32, state: State) -> Self {
+    fn new(addr: u64, bytes: u64, kind: SegmentKind, range: RangeInHeap, state: State) -> Self {
         Self {
             addr,
             bytes,
@@ -108,11 +108,6 @@ impl Block {
         self.requested
     }
 
-    #[inline]
-    pub(in crate::memory::paged) fn generation(&self) -> u32 {
-        self.generation
-    }
-
     pub(in crate::memory::paged) fn state(&self) -> State {
         self.state
     }
@@ -123,49 +118,45 @@ impl Block {
 pub(super) struct Blocks {
     all: Vec<Block>,
     /// The first unused number, or [`NONE`]; each has the next one as `next`.
-    unused: u32,
+    unused: BlockId,
 }
 
 impl Default for Blocks {
     fn default() -> Self {
         // Room for a page of them, so that the first ones of two heaps are not neighbours in memory.
         let mut all = Vec::with_capacity(64);
-        all.push(Block::new(0, 0, SegmentKind::Small, 0, State::Unused));
+        all.push(Block::new(0, 0, SegmentKind::Small, RangeInHeap(0), State::Unused));
         Self { all, unused: NONE }
     }
 }
 
 impl Blocks {
     #[inline]
-    pub(super) fn get(&self, id: u32) -> &Block {
-        &self.all[id as usize]
+    pub(super) fn get(&self, id: BlockId) -> &Block {
+        &self.all[id.index()]
     }
 
     #[inline]
-    pub(super) fn get_mut(&mut self, id: u32) -> &mut Block {
-        &mut self.all[id as usize]
+    pub(super) fn get_mut(&mut self, id: BlockId) -> &mut Block {
+        &mut self.all[id.index()]
     }
 
     /// The block, if there is one with that number.
     #[inline]
-    pub(super) fn try_get(&self, id: u32) -> Option<&Block> {
-        self.all.get(id as usize)
-    }
-
-    #[inline]
-    pub(super) fn try_get_mut(&mut self, id: u32) -> Option<&mut Block> {
-        self.all.get_mut(id as usize)
-    }
-
-    /// Begins to load a block that is needed soon.
-    #[inline]
-    pub(super) fn prefetch(&self, id: u32) {
-        prefetch(self.all.as_ptr().wrapping_add(id as usize));
+    pub(super) fn try_get(&self, id: BlockId) -> Option<&Block> {
+        self.all.get(id.index())
     }
 
     /// A new block without neighbours.
     #[inline]
-    pub(super) fn add(&mut self, addr: u64, bytes: u64, kind: SegmentKind, range: u32, state: State) -> u32 {
+    pub(super) fn add(
+        &mut self,
+        addr: u64,
+        bytes: u64,
+        kind: SegmentKind,
+        range: RangeInHeap,
+        state: State,
+    ) -> BlockId {
         let id = self.unused;
         if id == NONE {
             return self.push(Block::new(addr, bytes, kind, range, state));
@@ -178,14 +169,14 @@ impl Blocks {
     }
 
     #[cold]
-    fn push(&mut self, block: Block) -> u32 {
-        let id = u32::try_from(self.all.len()).expect("fewer than 2^32 blocks");
+    fn push(&mut self, block: Block) -> BlockId {
+        let id = BlockId::at(self.all.len());
         self.all.push(block);
         id
     }
 
     #[inline]
-    pub(super) fn remove(&mut self, id: u32) {
+    pub(super) fn remove(&mut self, id: BlockId) {
         let unused = self.unused;
         let block = self.get_mut(id);
         (block.state, block.next) = (State::Unused, unused);
@@ -194,7 +185,7 @@ impl Blocks {
 
     /// Splits off what begins `bytes` after its start, as a new block after it, in the same state.
     #[inline]
-    pub(super) fn split(&mut self, id: u32, bytes: u64) -> u32 {
+    pub(super) fn split(&mut self, id: BlockId, bytes: u64) -> BlockId {
         let (addr, rest, kind, range, state, next) = {
             let block = self.get_mut(id);
             let rest = block.bytes - bytes;
@@ -211,7 +202,7 @@ impl Blocks {
 
     /// Merges the next block into `id`.
     #[inline]
-    pub(super) fn merge_next(&mut self, id: u32) {
+    pub(super) fn merge_next(&mut self, id: BlockId) {
         let next = self.get(id).next;
         let (bytes, after) = (self.get(next).bytes, self.get(next).next);
         let block = self.get_mut(id);
@@ -225,15 +216,15 @@ impl Blocks {
     /// # Panics
     /// If one is neither.
     pub(super) fn check(&self) {
-        let next = |&id: &u32| Some(self.get(id).next);
+        let next = |&id: &BlockId| Some(self.get(id).next);
         let unused = std::iter::successors(Some(self.unused), next).take_while(|&id| id != NONE);
-        let unused = unused.inspect(|&id| assert_eq!(self.get(id).state, State::Unused, "unused place {id}"));
+        let unused = unused.inspect(|&id| assert_eq!(self.get(id).state, State::Unused, "unused place {id:?}"));
         assert_eq!(unused.count() + self.iter().count() + 1, self.all.len(), "places of blocks");
         assert_eq!((self.get(NONE).state, self.get(NONE).bytes), (State::Unused, 0), "the place that is no block");
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Block)> {
-        let used = |(_, block): &(u32, &Block)| block.state != State::Unused;
-        (0..).zip(&self.all).filter(used)
+    pub(super) fn iter(&self) -> impl Iterator<Item = (BlockId, &Block)> {
+        let used = |(_, block): &(BlockId, &Block)| block.state != State::Unused;
+        (0..).map(BlockId).zip(&self.all).filter(used)
     }
 }

@@ -1,7 +1,8 @@
 //! The invariants of a heap, as code.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
+use super::super::ids::BlockId;
 use super::block::{GRAIN, NONE, State};
 use super::{Heap, kind_of};
 use crate::memory::SegmentKind;
@@ -16,19 +17,19 @@ impl Heap {
         for kind in [SegmentKind::Small, SegmentKind::Large] {
             let area = &self.areas[kind as usize];
             area.check_bins(&self.blocks);
-            let binned: BTreeSet<u32> = area.free_at_least(&self.blocks, GRAIN).collect();
-            let recent: BTreeMap<u32, bool> = area.recent().map(|taken| (taken.id, taken.uncounted)).collect();
+            let binned: BTreeSet<BlockId> = area.free_at_least(&self.blocks, GRAIN).collect();
+            let recent: BTreeSet<BlockId> = area.recent().collect();
             let mut counted = [0; 5];
             for range in self.ranges(kind) {
                 let (mut before, mut number) = (None, None);
                 for (id, block) in range {
-                    assert!(seen.insert(id), "block {id} is in two places");
+                    assert!(seen.insert(id), "{id:?} is in two places");
                     assert!(block.bytes > 0 && block.bytes.is_multiple_of(GRAIN));
                     let number = *number.get_or_insert(block.range);
                     assert_eq!(block.range, number, "{block:?}");
                     assert_eq!(block.kind, kind);
                     assert_eq!(binned.contains(&id), block.state == State::Free, "{block:?}");
-                    assert_eq!(recent.contains_key(&id), block.state == State::Recent, "{block:?}");
+                    assert_eq!(recent.contains(&id), block.state == State::Recent, "{block:?}");
                     assert_eq!(area.holes().get(&block.addr) == Some(&id), block.state == State::Hole, "{block:?}");
                     let is_indexed = matches!(block.state, State::Allocated | State::Pending | State::Recent);
                     if is_indexed {
@@ -40,7 +41,7 @@ impl Heap {
                     if block.state == State::Hole {
                         assert!(block.addr.is_multiple_of(slot) && block.bytes.is_multiple_of(slot), "{block:?}");
                     }
-                    let is_allocated = block.state == State::Allocated || recent.get(&id) == Some(&true);
+                    let is_allocated = block.state == State::Allocated;
                     if is_allocated || block.state == State::Pending {
                         let allocated = if is_allocated { [1, block.bytes] } else { [0, 0] };
                         let one = [allocated[0], allocated[1], 1, block.bytes, block.requested];

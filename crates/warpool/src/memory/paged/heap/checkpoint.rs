@@ -2,6 +2,7 @@
 
 use warpool_driver::StreamId;
 
+use super::super::ids::{BlockId, RangeInHeap};
 use super::{Block, Heap, State};
 use crate::memory::SegmentKind;
 use crate::memory::stream_fence::StreamUses;
@@ -16,18 +17,18 @@ pub(in crate::memory::paged) enum Kept {
 
 impl Heap {
     /// Streams that use a block beside its own.
-    pub(in crate::memory::paged) fn streams_using(&self, id: u32) -> &[StreamId] {
+    pub(in crate::memory::paged) fn streams_using(&self, id: BlockId) -> &[StreamId] {
         self.uses.get(&id).map_or(&[], StreamUses::unfenced)
     }
 
     /// Forgets the streams that use an allocated block. Returns them.
-    pub(in crate::memory::paged) fn take_uses(&mut self, id: u32) -> Vec<StreamId> {
+    pub(in crate::memory::paged) fn take_uses(&mut self, id: BlockId) -> Vec<StreamId> {
         self.blocks.get_mut(id).has_uses = false;
         self.uses.remove(&id).map_or_else(Vec::new, |uses| uses.unfenced().to_vec())
     }
 
     /// An allocated block serves a request of the default pool, until it is freed.
-    pub(in crate::memory::paged) fn set_lent(&mut self, id: u32) {
+    pub(in crate::memory::paged) fn set_lent(&mut self, id: BlockId) {
         let mut lent = std::mem::take(&mut self.lent);
         lent.retain(|&(other, generation)| self.blocks.get(other).generation == generation);
         lent.push((id, self.blocks.get(id).generation));
@@ -35,12 +36,12 @@ impl Heap {
     }
 
     /// Whether an allocated block serves a request of the default pool.
-    pub(in crate::memory::paged) fn is_lent(&self, id: u32) -> bool {
+    pub(in crate::memory::paged) fn is_lent(&self, id: BlockId) -> bool {
         self.lent.contains(&(id, self.blocks.get(id).generation))
     }
 
     /// Every block, by area, range and address.
-    pub(in crate::memory::paged) fn all_blocks(&self) -> impl Iterator<Item = (u32, &Block)> {
+    pub(in crate::memory::paged) fn all_blocks(&self) -> impl Iterator<Item = (BlockId, &Block)> {
         [SegmentKind::Small, SegmentKind::Large].into_iter().flat_map(|kind| self.ranges(kind).flatten())
     }
 
@@ -49,7 +50,7 @@ impl Heap {
     pub(in crate::memory::paged) fn room_at(
         &self,
         kind: SegmentKind,
-        range: u32,
+        range: RangeInHeap,
         (start, end): (u64, u64),
     ) -> Result<Option<bool>, Kept> {
         let blocks = self.from(self.areas[kind as usize].first(range));
@@ -73,11 +74,11 @@ impl Heap {
     pub(in crate::memory::paged) fn allocate_at(
         &mut self,
         kind: SegmentKind,
-        range: u32,
+        range: RangeInHeap,
         (addr, bytes): (u64, u64),
         requested: u64,
-        anchor: Option<u32>,
-    ) -> u32 {
+        anchor: Option<BlockId>,
+    ) -> BlockId {
         let (area, blocks) = self.area(kind);
         let anchor = anchor.unwrap_or_else(|| area.first(range));
         let id = area.begin_filling(blocks, addr, addr + bytes, anchor);

@@ -4,6 +4,7 @@
 //! An entry stays when its block is freed or merged: whoever reads it compares the block's address. The next block that
 //! starts there overwrites it.
 
+use super::super::ids::BlockId;
 use super::block::{GRAIN, NONE};
 use crate::memory::SegmentKind;
 
@@ -16,7 +17,7 @@ pub(super) struct Starts {
     shift: u32,
     /// For the whole range. They are all [`NONE`] at first, which is 0: the system gives such memory without touching
     /// it, so entries of addresses that are never used cost nothing.
-    entries: Box<[u32]>,
+    entries: Box<[BlockId]>,
 }
 
 impl Starts {
@@ -29,12 +30,12 @@ impl Starts {
 
     /// The block that was last allocated at this offset in the range, or near it. It may be another one by now.
     #[inline]
-    pub(super) fn get(&self, offset: u64) -> u32 {
+    pub(super) fn get(&self, offset: u64) -> BlockId {
         self.entries.get((offset >> self.shift) as usize).copied().unwrap_or(NONE)
     }
 
     #[inline]
-    pub(super) fn insert(&mut self, offset: u64, id: u32) {
+    pub(super) fn insert(&mut self, offset: u64, id: BlockId) {
         self.entries[(offset >> self.shift) as usize] = id;
     }
 }

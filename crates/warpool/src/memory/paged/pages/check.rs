@@ -1,7 +1,8 @@
 //! What must always hold.
 
 use super::super::heap::{Heap, State};
-use super::{Mapping, PageId, PagePart, PageTable, Slot};
+use super::super::ids::HeapId;
+use super::{PageId, PageTable, Slot};
 use crate::memory::SegmentKind;
 
 impl PageTable {
@@ -9,15 +10,15 @@ impl PageTable {
     ///
     /// # Panics
     /// If they do not.
-    pub(in crate::memory::paged) fn check_heap(&self, number: u32, heap: &Heap) -> u64 {
+    pub(in crate::memory::paged) fn check_heap(&self, number: HeapId, heap: &Heap) -> u64 {
         for kind in [SegmentKind::Small, SegmentKind::Large] {
             for (id, block) in heap.ranges(kind).flatten().filter(|&(id, _)| !heap.is_in_segment(id)) {
                 let range = heap.range_of(id);
                 let is_hole = block.state() == State::Hole;
                 let [first, last] =
                     [block.addr(), block.addr() + block.bytes() - 1].map(|addr| self.slot_index(range, addr));
-                // Behind the last slot that was ever used there is nothing to look at.
-                for index in first..=last.min(self.slots_used(range)) {
+                // After the last slot that was ever used there is nothing to look at.
+                for index in first..=last.min(u32::try_from(self.slots(range).len()).expect("few slots")) {
                     let has_page = self.own_page(Slot { range, index }).is_some();
                     assert_eq!(has_page, !is_hole, "slot {index} of {block:?}");
                 }
@@ -33,16 +34,17 @@ impl PageTable {
     /// If one does not hold.
     pub(in crate::memory::paged) fn check(&self) {
         let mut bytes = 0;
-        for (id, page) in (0..).zip(&self.pages) {
+        for (id, page) in (0..).map(PageId).zip(&self.pages) {
             let Some(page) = page else { continue };
             bytes += u64::from(page.slots) * self.slot_bytes;
-            assert!(page.home.is_none_or(|home| page.is_mapped_at(home)), "page {id} is mapped where it belongs");
+            assert!(page.home.is_none_or(|home| page.is_mapped_at(home)), "{id:?} is mapped where it belongs");
             for &slot in &page.mapped {
                 let is_home = page.home == Some(slot);
                 for part in 0..page.slots {
                     let at = Slot { index: slot.index + part, ..slot };
-                    let expected = PagePart { is_home, ..PagePart::new(id, part, page.slots) };
-                    assert_eq!(self.mapping(at), Mapping::Page(expected), "page {id} at {at:?}");
+                    let mapped =
+                        self.slot(at).part().map(|at| (at.page, u32::from(at.part), at.slots.into(), at.is_home));
+                    assert_eq!(mapped, Some((id, part, page.slots, is_home)), "{id:?} at {at:?}");
                 }
             }
         }
@@ -50,10 +52,10 @@ impl PageTable {
         assert_eq!(segments, self.segment_bytes, "bytes of segments");
         assert_eq!(bytes + segments, self.reserved.all.current, "bytes reserved");
         for &(page, slot) in &self.old {
-            assert!(self.is_old_mapping(page, slot), "page {page} at {slot:?} is an old mapping");
+            assert!(self.is_old_mapping(page, slot), "{page:?} at {slot:?} is an old mapping");
         }
         let without_home: std::collections::BTreeSet<PageId> = self.homeless_pages().collect();
-        for (id, page) in (0..).zip(&self.pages) {
+        for (id, page) in (0..).map(PageId).zip(&self.pages) {
             let homeless = page.as_ref().is_some_and(|page| page.home.is_none());
             assert_eq!(homeless, without_home.contains(&id), "a page belongs somewhere, is spare or leaves");
         }

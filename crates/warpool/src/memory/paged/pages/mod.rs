@@ -6,27 +6,26 @@
 //! They are kept for a while: programs repeat themselves, and a page that is taken back needs no driver call then.
 
 mod check;
+mod heaps;
 mod in_heaps;
 mod segments;
 mod takes;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
-use rustc_hash::FxHashMap;
 use warpool_driver::PhysicalId;
 
-use self::takes::Takes;
+use self::heaps::HeapPages;
 use super::bystanders::Bystanders;
-use super::contention::Contention;
-use super::heap_index::HeapIndex;
 use super::homes::{Home, HomeCounters};
 use super::page_sizes::PageSizes;
 use super::pools::SegmentSource;
 use super::unused_heaps::UnusedHeaps;
-use crate::memory::{PageTotals, SegmentKind, Stat, StatByKind};
+use crate::memory::{MemPoolId, PageTotals, SegmentKind, Stat, StatByKind};
 
-pub(super) use super::page_set::PageId;
-pub(super) use super::slot::{FIRST_PAGE, Mapping, PagePart, PassedTakes, Slot, SlotRange, SlotState, index_of};
+use super::ids::HeapId;
+pub(super) use super::ids::{PageId, RangeId};
+pub(super) use super::slot::{Mapping, PagePart, Slot, SlotState, index_of};
 
 #[derive(Debug)]
 pub(super) struct Page {
@@ -37,8 +36,6 @@ pub(super) struct Page {
     pub(super) home: Option<Slot>,
     /// Where it is mapped, the oldest first; with its home, if it has one.
     pub(super) mapped: Vec<Slot>,
-    /// Where it is in the list of spare pages of its size, if it is one.
-    spare_at: Option<usize>,
 }
 
 /// A range of addresses and what is mapped in it.
@@ -46,7 +43,7 @@ pub(super) struct Page {
 pub(super) struct RangeMap {
     pub(super) base: u64,
     pub(super) bytes: u64,
-    pub(super) heap: u32,
+    pub(super) heap: HeapId,
     pub(super) kind: SegmentKind,
     /// As far as anything was ever mapped.
     slots: Vec<SlotState>,
@@ -60,30 +57,39 @@ pub(super) struct PageTable {
     /// The size of a slot: a power of two.
     pub(super) slot_bytes: u64,
     pub(super) page_sizes: PageSizes,
-    /// By number; the first [`FIRST_PAGE`] are none.
+    /// By number.
     pages: Vec<Option<Page>>,
     unused: Vec<PageId>,
     /// How many pages there are of 1, 2 and 4 slots.
     count_by_slots: [usize; 3],
     ranges: Vec<RangeMap>,
-    /// Numbers of ranges, by heap.
-    ranges_of: FxHashMap<u32, Vec<u32>>,
     /// Numbers of removed segments, to be used again.
-    unused_ranges: Vec<u32>,
+    unused_ranges: Vec<RangeId>,
     /// Bytes of segments, and those that sources are being asked for.
     segment_bytes: u64,
     calls_bytes: u64,
     /// Bytes of segments whose memory sleeps.
     pub(super) bytes_asleep: u64,
-    /// Pages of 1, 2 and 4 slots that belong nowhere and that no work uses, but for bystanders' (`bystanders.rs`). Old
-    /// mappings of them may be left.
-    spare: [Vec<PageId>; 3],
+    /// Pages that belong nowhere and that no work uses, but for bystanders' (`bystanders.rs`), with their sizes in
+    /// slots. Old mappings of them may be left.
+    spare: BTreeSet<(u32, PageId)>,
     /// Pages that belong nowhere and are to be released, once no work uses them any more.
     pub(super) leaving: Vec<PageId>,
     /// Old mappings to be undone: each is mapped, and its page does not belong there.
     pub(super) old: VecDeque<(PageId, Slot)>,
-    /// By heap.
-    takes: FxHashMap<u32, Takes>,
+    /// By number.
+    heaps: Vec<HeapPages>,
+    /// Heaps with pages that are free as a whole, and what is free beside large blocks in all heaps; as of the last
+    /// look at each.
+    with_free_pages: BTreeSet<HeapId>,
+    bytes_in_parts: u64,
+    /// Heaps of which pages were taken, or that got some, since.
+    changed: Vec<HeapId>,
+    /// How many requests needed pages, and when heaps were used, in requests: the earliest first.
+    requests: u64,
+    uses: VecDeque<(u64, HeapId)>,
+    /// How many pages were returned to the driver.
+    released: u64,
     /// Physical memory whose release failed.
     pub(super) to_release: Vec<PhysicalId>,
     /// Mappings that could not be undone: their slots are [`Mapping::Broken`].
@@ -91,15 +97,13 @@ pub(super) struct PageTable {
     /// Bytes of pages, by the kind of the area that they belong to; of unmapped ones, large.
     pub(super) reserved: StatByKind,
     pub(super) homes: HomeCounters,
-    pub(super) contention: Contention,
-    pub(super) index: HeapIndex,
     pub(super) bystanders: Bystanders,
     pub(super) unused_heaps: UnusedHeaps,
     pub(super) totals: PageTotals,
 }
 
 impl RangeMap {
-    fn new(base: u64, bytes: u64, heap: u32, kind: SegmentKind, segment: Option<SegmentSource>) -> Self {
+    fn new(base: u64, bytes: u64, heap: HeapId, kind: SegmentKind, segment: Option<SegmentSource>) -> Self {
         Self { base, bytes, heap, kind, slots: Vec::new(), segment }
     }
 }
@@ -116,25 +120,28 @@ impl PageTable {
         Self {
             slot_bytes,
             page_sizes: PageSizes::default(),
-            pages: (0..FIRST_PAGE).map(|_| None).collect(),
+            pages: Vec::new(),
             unused: Vec::new(),
             count_by_slots: [0; 3],
             ranges: Vec::new(),
-            ranges_of: FxHashMap::default(),
             unused_ranges: Vec::new(),
             segment_bytes: 0,
             bytes_asleep: 0,
             calls_bytes: 0,
-            spare: Default::default(),
+            spare: BTreeSet::new(),
             leaving: Vec::new(),
             old: VecDeque::new(),
-            takes: FxHashMap::default(),
+            heaps: Vec::new(),
+            with_free_pages: BTreeSet::new(),
+            bytes_in_parts: 0,
+            changed: Vec::new(),
+            requests: 0,
+            uses: VecDeque::new(),
+            released: 0,
             to_release: Vec::new(),
             broken: Vec::new(),
             reserved: StatByKind::default(),
             homes: HomeCounters::default(),
-            contention: Contention::default(),
-            index: HeapIndex::default(),
             bystanders: Bystanders::default(),
             unused_heaps: UnusedHeaps::default(),
             totals: PageTotals::default(),
@@ -142,54 +149,58 @@ impl PageTable {
     }
 
     /// One more than the highest number of a page.
-    pub(super) fn pages_end(&self) -> PageId {
-        PageId::try_from(self.pages.len()).expect("fewer than 2^32 pages")
+    pub(super) fn pages_end(&self) -> usize {
+        self.pages.len()
+    }
+
+    pub(super) fn exists(&self, id: PageId) -> bool {
+        self.pages[id.index()].is_some()
     }
 
     pub(super) fn page(&self, id: PageId) -> &Page {
-        self.pages[id as usize].as_ref().expect("a page that exists")
+        self.pages[id.index()].as_ref().expect("a page that exists")
     }
 
     fn page_mut(&mut self, id: PageId) -> &mut Page {
-        self.pages[id as usize].as_mut().expect("a page that exists")
+        self.pages[id.index()].as_mut().expect("a page that exists")
     }
 
     pub(super) fn page_bytes(&self, id: PageId) -> u64 {
         u64::from(self.page(id).slots) * self.slot_bytes
     }
 
-    pub(super) fn add_range(&mut self, base: u64, bytes: u64, heap: u32, kind: SegmentKind) -> u32 {
+    pub(super) fn add_range(&mut self, base: u64, bytes: u64, heap: HeapId, kind: SegmentKind) -> RangeId {
         self.push_range(RangeMap::new(base, bytes, heap, kind, None))
     }
 
-    fn push_range(&mut self, range: RangeMap) -> u32 {
+    fn push_range(&mut self, range: RangeMap) -> RangeId {
         let heap = range.heap;
         let number = if let Some(number) = self.unused_ranges.pop() {
-            self.ranges[number as usize] = range;
+            self.ranges[number.index()] = range;
             number
         } else {
             self.ranges.push(range);
-            u32::try_from(self.ranges.len() - 1).expect("few ranges")
+            RangeId::at(self.ranges.len() - 1)
         };
-        self.ranges_of.entry(heap).or_default().push(number);
+        self.heap_mut(heap).ranges.push(number);
         number
     }
 
     /// The ranges of a heap, with their numbers, in the order in which it got them.
-    fn ranges_of(&self, heap: u32) -> impl Iterator<Item = (u32, &RangeMap)> {
-        let numbers = self.ranges_of.get(&heap).into_iter().flatten();
+    fn ranges_of(&self, heap: HeapId) -> impl Iterator<Item = (RangeId, &RangeMap)> {
+        let numbers = self.heap(heap).into_iter().flat_map(|heap| &heap.ranges);
         numbers.map(|&number| (number, self.range(number)))
     }
 
-    pub(super) fn range(&self, range: u32) -> &RangeMap {
-        &self.ranges[range as usize]
+    pub(super) fn range(&self, range: RangeId) -> &RangeMap {
+        &self.ranges[range.index()]
     }
 
     /// The range that contains an address, if it has pages.
-    pub(super) fn range_with(&self, addr: u64) -> Option<u32> {
+    pub(super) fn range_with(&self, addr: u64) -> Option<RangeId> {
         let contains =
             |range: &RangeMap| range.segment.is_none() && (range.base..range.base + range.bytes).contains(&addr);
-        self.ranges.iter().position(contains).and_then(|at| u32::try_from(at).ok())
+        self.ranges.iter().position(contains).map(RangeId::at)
     }
 
     pub(super) fn addr(&self, slot: Slot) -> u64 {
@@ -198,31 +209,22 @@ impl PageTable {
 
     /// The number of the slot of an address in a range.
     #[inline]
-    pub(super) fn slot_index(&self, range: u32, addr: u64) -> u32 {
+    pub(super) fn slot_index(&self, range: RangeId, addr: u64) -> u32 {
         index_of(addr, self.range(range).base, self.slot_bytes)
     }
 
-    pub(super) fn mapping(&self, slot: Slot) -> Mapping {
-        self.slot(slot).mapping()
-    }
-
     pub(super) fn slot(&self, slot: Slot) -> SlotState {
-        self.range(slot.range).slots.get(slot.index as usize).copied().unwrap_or_default()
+        self.slots(slot.range).get(slot.index as usize).copied().unwrap_or_default()
     }
 
     /// The slots of a range that were ever mapped.
-    pub(super) fn slots(&self, range: u32) -> &[SlotState] {
+    pub(super) fn slots(&self, range: RangeId) -> &[SlotState] {
         &self.range(range).slots
-    }
-
-    /// How many slots of a range were ever mapped, from its start.
-    pub(super) fn slots_used(&self, range: u32) -> u32 {
-        u32::try_from(self.range(range).slots.len()).expect("fewer than 2^32 slots")
     }
 
     /// The page that belongs to this slot.
     pub(super) fn own_page(&self, slot: Slot) -> Option<PageId> {
-        self.slot(slot).own_page()
+        self.slot(slot).own().map(|part| part.page)
     }
 
     /// Whether there are pages of at least so many slots.
@@ -232,23 +234,24 @@ impl PageTable {
 
     /// A new page, which is mapped nowhere.
     pub(super) fn add(&mut self, physical: PhysicalId, slots: u32) -> PageId {
-        let page = Some(Page { physical, slots, home: None, mapped: Vec::new(), spare_at: None });
+        let page = Some(Page { physical, slots, home: None, mapped: Vec::new() });
         self.totals.created += 1;
         self.count_by_slots[slots.ilog2() as usize] += 1;
         self.reserved.increase(SegmentKind::Large, u64::from(slots) * self.slot_bytes);
         if let Some(id) = self.unused.pop() {
-            self.pages[id as usize] = page;
+            self.pages[id.index()] = page;
             return id;
         }
         self.pages.push(page);
-        u32::try_from(self.pages.len() - 1).expect("fewer than 2^32 pages")
+        PageId::at(self.pages.len() - 1)
     }
 
     /// Removes a page that is mapped nowhere. Returns its physical memory.
     pub(super) fn remove(&mut self, id: PageId) -> PhysicalId {
-        let page = self.pages[id as usize].take().expect("a page that exists");
+        let page = self.pages[id.index()].take().expect("a page that exists");
         debug_assert!(page.mapped.is_empty() && page.home.is_none());
         self.totals.released += 1;
+        self.released += 1;
         self.count_by_slots[page.slots.ilog2() as usize] -= 1;
         self.reserved.decrease(SegmentKind::Large, u64::from(page.slots) * self.slot_bytes);
         self.unused.push(id);
@@ -257,34 +260,24 @@ impl PageTable {
 
     /// Takes a spare page of so many slots, the largest.
     pub(super) fn take_spare(&mut self, slots: std::ops::RangeInclusive<u32>) -> Option<PageId> {
-        let sizes = (0..self.spare.len()).rev().filter(|&size| slots.contains(&(1 << size)));
-        let page = sizes.into_iter().find_map(|size| self.spare[size].last().copied())?;
-        self.take_spare_page(page);
-        Some(page)
+        let found = self.spare.range(..(slots.end() + 1, PageId(0))).next_back().copied();
+        let spare = found.filter(|(size, _)| size >= slots.start())?;
+        self.spare.remove(&spare);
+        Some(spare.1)
     }
 
     /// Takes this page, if it is a spare one.
     pub(super) fn take_spare_page(&mut self, id: PageId) -> bool {
-        let Some(at) = self.page_mut(id).spare_at.take() else { return false };
-        let size = self.page(id).slots.ilog2() as usize;
-        self.spare[size].swap_remove(at);
-        if let Some(&moved) = self.spare[size].get(at) {
-            self.page_mut(moved).spare_at = Some(at);
-        }
-        true
+        self.spare.remove(&(self.page(id).slots, id))
     }
 
     pub(super) fn put_spare(&mut self, id: PageId) {
-        debug_assert!(self.page(id).home.is_none() && self.page(id).spare_at.is_none());
-        let list =
-            &mut self.spare[self.pages[id as usize].as_ref().expect("a page that exists").slots.ilog2() as usize];
-        list.push(id);
-        let at = list.len() - 1;
-        self.page_mut(id).spare_at = Some(at);
+        debug_assert!(self.page(id).home.is_none(), "{id:?} belongs nowhere");
+        self.spare.insert((self.page(id).slots, id));
     }
 
     pub(super) fn spare_pages(&self) -> impl Iterator<Item = PageId> {
-        self.spare.iter().flatten().copied()
+        self.spare.iter().map(|&(_, page)| page)
     }
 
     /// All pages that belong nowhere.
@@ -295,59 +288,56 @@ impl PageTable {
     /// A page was mapped at a slot.
     pub(super) fn set_mapped(&mut self, id: PageId, slot: Slot) {
         let slots = self.page(id).slots;
-        let is_unmapped = |index: u32| self.slot(Slot { index, ..slot }).is_unmapped();
+        let is_unmapped = |index: u32| self.slot(Slot { index, ..slot }).mapping == Mapping::Nothing;
         debug_assert!((slot.index..slot.index + slots).all(is_unmapped), "something is mapped at {slot:?}");
-        self.set_slots(slot, slots, |part| Mapping::Page(PagePart::new(id, part, slots)));
+        #[expect(clippy::cast_possible_truncation, reason = "a page has at most four slots")]
+        let part = |part: u32| PagePart { page: id, part: part as u8, slots: slots as u8, is_home: false };
+        self.set_slots(slot, slots, |at| Mapping::Page(part(at)));
         self.page_mut(id).mapped.push(slot);
         self.totals.mapped += 1;
     }
 
     /// A mapping of a page was undone.
     pub(super) fn set_unmapped(&mut self, id: PageId, slot: Slot) {
-        self.clear_slots(id, slot, Mapping::Nothing);
+        if self.page(id).home == Some(slot) {
+            self.set_home(id, None);
+        }
+        self.set_slots(slot, self.page(id).slots, |_| Mapping::Nothing);
+        self.old.retain(|&old| old != (id, slot));
+        self.page_mut(id).mapped.retain(|&other| other != slot);
         self.totals.unmapped += 1;
     }
 
     /// A new mapping could not be undone: the slots are not used until that has worked.
     pub(super) fn set_broken(&mut self, slot: Slot, slots: u32) {
-        self.fill_slots(slot, slots, Mapping::Broken);
+        self.set_slots(slot, slots, |_| Mapping::Broken);
         self.broken.push((slot, slots));
     }
 
     /// It was undone after all.
     pub(super) fn set_repaired(&mut self, slot: Slot, slots: u32) {
-        self.fill_slots(slot, slots, Mapping::Nothing);
-    }
-
-    fn fill_slots(&mut self, slot: Slot, slots: u32, with: Mapping) {
-        self.set_slots(slot, slots, |_| with);
+        self.set_slots(slot, slots, |_| Mapping::Nothing);
     }
 
     /// Something else is mapped in slots: `mapping` by their number from the first on.
     fn set_slots(&mut self, first: Slot, slots: u32, mapping: impl Fn(u32) -> Mapping) {
-        let map = &mut self.ranges[first.range as usize];
+        let map = &mut self.ranges[first.range.index()];
         let end = (first.index + slots) as usize;
         if map.slots.len() < end {
             map.slots.resize(end, SlotState::default());
         }
         for (part, state) in (0..slots).zip(&mut map.slots[first.index as usize..end]) {
-            *state = SlotState::new(mapping(part));
+            *state = SlotState { mapping: mapping(part), taken: 0 };
         }
     }
 
-    /// Slots that a page is mapped in.
-    fn slots_mut(&mut self, slot: Slot, slots: u32) -> &mut [SlotState] {
-        &mut self.ranges[slot.range as usize].slots[slot.index as usize..(slot.index + slots) as usize]
-    }
-
-    fn clear_slots(&mut self, id: PageId, slot: Slot, with: Mapping) {
-        let slots = self.page(id).slots;
-        if self.page(id).home == Some(slot) {
-            self.set_home(id, None);
+    /// Whether a page belongs to slots where it is mapped; `taken` is the take that it was taken from there with.
+    fn set_is_home(&mut self, id: PageId, slot: Slot, is_home: bool, taken: u64) {
+        let slots = slot.index as usize..(slot.index + self.page(id).slots) as usize;
+        for state in &mut self.ranges[slot.range.index()].slots[slots] {
+            let Mapping::Page(part) = &mut state.mapping else { unreachable!("{id:?} is mapped at {slot:?}") };
+            (part.is_home, state.taken) = (is_home, taken);
         }
-        self.fill_slots(slot, slots, with);
-        self.old.retain(|&old| old != (id, slot));
-        self.page_mut(id).mapped.retain(|&other| other != slot);
     }
 
     /// A page at a slot, as it counts in the statistics.
@@ -356,7 +346,12 @@ impl PageTable {
         let beside = [slot.index.checked_sub(1), Some(slot.index + slots)];
         let beside = beside.into_iter().flatten().map(|index| Slot { index, ..slot });
         let neighbours = beside.filter(|&slot| self.own_page(slot).is_some()).count() as u64;
-        Home { heap: range.heap, kind: range.kind, bytes: self.page_bytes(id), neighbours }
+        Home {
+            pool: self.heap(range.heap).map_or(MemPoolId::DEFAULT, |heap| heap.pool),
+            kind: range.kind,
+            bytes: self.page_bytes(id),
+            neighbours,
+        }
     }
 
     /// Makes a page belong to a slot where it is mapped, or to none.
@@ -376,18 +371,16 @@ impl PageTable {
             // What has passed there says nothing about the work to come.
             self.old.retain(|&old| old != (id, slot));
         }
-        let slots = self.page(id).slots;
         if let Some(before) = self.page(id).home {
             let counted = self.home_of(id, before);
             self.homes.removed(counted);
-            let takes = self.takes.entry(self.range(before.range).heap).or_default();
-            takes.are_to_record = true;
-            let taken = takes.current;
-            self.slots_mut(before, slots).iter_mut().for_each(|state| state.set_taken(taken));
+            let heap = self.range(before.range).heap;
+            let taken = self.heap_mut(heap).takes.take();
+            self.set_is_home(id, before, false, taken);
         }
         self.page_mut(id).home = home;
         if let Some(slot) = home {
-            self.slots_mut(slot, slots).iter_mut().for_each(SlotState::set_home);
+            self.set_is_home(id, slot, true, 0);
             let home = self.home_of(id, slot);
             self.homes.added(home);
         }
@@ -395,13 +388,13 @@ impl PageTable {
 
     /// Whether a page is still mapped at a slot where it does not belong.
     pub(super) fn is_old_mapping(&self, id: PageId, slot: Slot) -> bool {
-        let page = self.pages.get(id as usize).and_then(Option::as_ref);
+        let page = self.pages.get(id.index()).and_then(Option::as_ref);
         page.is_some_and(|page| page.home != Some(slot) && page.is_mapped_at(slot))
     }
 
     /// Whether nothing is mapped anywhere.
     pub(super) fn has_no_mappings(&self) -> bool {
-        self.ranges.iter().flat_map(|map| &map.slots).all(SlotState::is_unmapped)
+        self.ranges.iter().flat_map(|map| &map.slots).all(|state| state.mapping == Mapping::Nothing)
     }
 
     /// Every mapping of pages that belong to no or another slot.

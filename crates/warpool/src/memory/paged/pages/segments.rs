@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 
 use super::super::homes::Home;
+use super::super::ids::HeapId;
 use super::super::pools::SegmentSource;
-use super::{PageTable, RangeMap};
+use super::{PageTable, RangeId, RangeMap};
 use crate::memory::SegmentKind;
 
 impl PageTable {
@@ -13,39 +14,39 @@ impl PageTable {
         &mut self,
         base: u64,
         bytes: u64,
-        heap: u32,
+        heap: HeapId,
         kind: SegmentKind,
         from: SegmentSource,
-    ) -> u32 {
+    ) -> RangeId {
         self.segment_bytes += bytes;
         self.reserved.increase(kind, bytes);
-        self.homes.added(Home { heap, kind, bytes, neighbours: 0 });
+        let pool = self.heap_mut(heap).pool;
+        self.homes.added(Home { pool, kind, bytes, neighbours: 0 });
         self.homes.segment_allocs += 1;
         self.push_range(RangeMap::new(base, bytes, heap, kind, Some(from)))
     }
 
     /// Removes a segment. Returns its source, which is dropped without a lock.
-    pub(in crate::memory::paged) fn remove_segment(&mut self, number: u32) -> Option<SegmentSource> {
-        let map = &mut self.ranges[number as usize];
-        let (bytes, heap, kind) = (map.bytes, std::mem::replace(&mut map.heap, u32::MAX), map.kind);
+    pub(in crate::memory::paged) fn remove_segment(&mut self, number: RangeId) -> Option<SegmentSource> {
+        let map = &mut self.ranges[number.index()];
+        let (bytes, heap, kind) = (map.bytes, std::mem::replace(&mut map.heap, HeapId(u32::MAX)), map.kind);
         let source = map.segment.take();
-        if let Some(ranges) = self.ranges_of.get_mut(&heap) {
-            ranges.retain(|&other| other != number);
-        }
+        self.heap_mut(heap).ranges.retain(|&other| other != number);
         self.segment_bytes -= bytes;
         self.reserved.decrease(kind, bytes);
-        self.homes.removed(Home { heap, kind, bytes, neighbours: 0 });
+        let pool = self.heap_mut(heap).pool;
+        self.homes.removed(Home { pool, kind, bytes, neighbours: 0 });
         self.homes.segment_frees += 1;
         self.unused_ranges.push(number);
         source
     }
 
-    pub(in crate::memory::paged) fn segment_source(&self, number: u32) -> SegmentSource {
+    pub(in crate::memory::paged) fn segment_source(&self, number: RangeId) -> SegmentSource {
         self.range(number).segment.clone().expect("a segment has a source")
     }
 
     /// The heaps that have segments, each once.
-    pub(in crate::memory::paged) fn heaps_with_segments(&self) -> BTreeSet<u32> {
+    pub(in crate::memory::paged) fn heaps_with_segments(&self) -> BTreeSet<HeapId> {
         self.ranges.iter().filter(|map| map.segment.is_some()).map(|map| map.heap).collect()
     }
 

@@ -44,6 +44,7 @@ use self::heap::Heap;
 use self::heaps::Heaps;
 use crate::Instance;
 use crate::memory::SegmentKind;
+use crate::memory::paged::ids::{HeapId, RangeInHeap};
 use crate::sync::tests::models::{check, primitives as sync, spin_lock};
 
 /// Threads see a heap whole as soon as it is counted, and may use it while others are added.
@@ -51,18 +52,18 @@ use crate::sync::tests::models::{check, primitives as sync, spin_lock};
 fn heaps_can_be_read_while_others_are_added() {
     check(|| {
         let heaps = Arc::new(Heaps::new());
-        assert_eq!(heaps.push(Heap::new(100)), 0);
+        assert_eq!(heaps.push(Heap::new(100)), HeapId(0));
         let reader = {
             let heaps = Arc::clone(&heaps);
             thread::spawn(move || {
                 for (number, heap) in heaps.iter() {
-                    assert_eq!(heap.lock().get() / 100, u64::from(number) + 1);
+                    assert_eq!(heap.lock().get() / 100, u64::from(number.0) + 1);
                 }
-                assert!(heaps.try_get(7).is_none());
+                assert!(heaps.try_get(HeapId(7)).is_none());
             })
         };
-        assert_eq!(heaps.push(Heap::new(200)), 1);
-        heaps.get(0).lock().add(1);
+        assert_eq!(heaps.push(Heap::new(200)), HeapId(1));
+        heaps.get(HeapId(0)).lock().add(1);
         reader.join().unwrap();
         assert_eq!(heaps.len(), 2);
     });
@@ -76,7 +77,7 @@ fn an_address_is_found_by_whoever_has_it() {
         let instance = Instance::new(Arc::new(sim)).unwrap();
         let space = Arc::new(AddressSpace::new(64 << 20));
         let given = Arc::new(AtomicU64::new(0));
-        let place = |heap: u32| Location { heap, kind: SegmentKind::Large, range: 0 };
+        let place = |heap: u32| Location { heap: HeapId(heap), kind: SegmentKind::Large, range: RangeInHeap(0) };
         let reader = {
             let (space, given) = (Arc::clone(&space), Arc::clone(&given));
             thread::spawn(move || {
