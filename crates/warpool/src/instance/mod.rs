@@ -229,15 +229,6 @@ impl Instance {
         Ok(stream == self.default_stream_id(device)? || self.state(device).streams.contain(stream))
     }
 
-    /// As [`keeps_stream`](Self::keeps_stream), on any device and without a driver call: a default stream counts if it
-    /// was used through this `Instance`.
-    pub(crate) fn is_known_to_keep(&self, stream: StreamId) -> bool {
-        self.devices().any(|device| {
-            let state = self.state(device.id());
-            state.default_stream.get() == Some(&stream) || state.streams.contain(stream)
-        })
-    }
-
     /// Fails if `other` is another `Instance`; `object` names the argument that it belongs to.
     #[inline]
     pub(crate) fn expect_same(&self, other: &Self, object: &'static str) -> Result<()> {

@@ -78,16 +78,14 @@ impl<'a> PendingFrees<'a> {
         retried.and(stream_fence::poll(self))
     }
 
-    /// For a request on `stream` that found no block: waits for streams that may be destroyed, and polls the fences
-    /// that its blocks wait for and that [`process`](Self::process) left out. Returns whether there may be any.
+    /// For a request on `stream` that found no block: polls the fences that its blocks wait for and that
+    /// [`process`](Self::process) left out. Returns whether there may be any.
     pub(super) fn process_for(&self, stream: StreamId) -> Result<bool> {
-        let (has_unnamed, left_out) =
-            self.device.read(|state| (state.fences.has_unnamed(), state.fences.has_many_streams()));
-        let waited = has_unnamed && stream_fence::wait_for_unnamed(self)?;
+        let left_out = self.device.read(|state| state.fences.has_many_streams());
         if left_out {
             stream_fence::poll_of(self, stream)?;
         }
-        Ok(waited || left_out)
+        Ok(left_out)
     }
 
     /// Waits until every pending free is completed, except those that wait for a capture.
@@ -98,38 +96,11 @@ impl<'a> PendingFrees<'a> {
     }
 
     /// Starts to complete the free of a block that other streams used: records fences in them, or, if a capture forbids
-    /// that, defers the free. Failures are retried by later calls. For the call that frees the block.
+    /// that, defers the free. Failures are retried by later calls.
     pub(super) fn fence_or_defer(&self, block: BlockKey) -> Result<()> {
-        self.fence_or_defer_if(
-            block,
-            |stream| Ok(self.device.capture_status(stream)?.refuses_work()),
-            stream_fence::fence,
-        )
-    }
-
-    /// As [`fence_or_defer`](Self::fence_or_defer), for a block that was freed by an earlier call.
-    fn fence_or_defer_postponed(&self, block: BlockKey) -> Result<()> {
-        self.fence_or_defer_if(block, |stream| self.refuses_work(stream), stream_fence::fence_postponed)
-    }
-
-    /// Whether a capture forbids work in a stream, which may be destroyed. While captures are active, such a stream may
-    /// take part in one.
-    fn refuses_work(&self, stream: StreamId) -> Result<bool> {
-        if !self.device.has_captures() {
-            return Ok(false);
-        }
-        Ok(!self.instance().is_known_to_keep(stream) || self.device.capture_status(stream)?.refuses_work())
-    }
-
-    fn fence_or_defer_if(
-        &self,
-        block: BlockKey,
-        refuses_work: impl Fn(StreamId) -> Result<bool>,
-        fence: fn(&Self, BlockKey) -> Result<()>,
-    ) -> Result<()> {
         let streams: Vec<StreamId> = self.device.read(|state| state.heap.streams_of(block).collect());
-        let refuses = |&stream: &StreamId| match refuses_work(stream) {
-            Ok(refuses) => refuses.then_some(Ok(stream)),
+        let refuses = |&stream: &StreamId| match self.device.capture_status(stream) {
+            Ok(status) => status.refuses_work().then_some(Ok(stream)),
             Err(error) => Some(Err(error)),
         };
         let unwinds = OnUnwind::new(|| self.device.change(|state| state.fence_later(block)));
@@ -145,7 +116,7 @@ impl<'a> PendingFrees<'a> {
         let Some(capturing) = refused else {
             // Uses in a capture were joined when the capture ended.
             self.device.change(|state| state.clear_uses_in_capture(block));
-            return fence(self, block);
+            return stream_fence::fence(self, block);
         };
         // The graph orders the captured uses. Uses from before the capture need fences in their streams, after it has
         // ended.
@@ -187,7 +158,7 @@ impl<'a> PendingFrees<'a> {
     }
 
     fn retry_unfenced(&self, stay_max: usize) -> Result<()> {
-        stream_fence::retry_unfenced(self, stay_max, |block| self.fence_or_defer_postponed(block))
+        stream_fence::retry_unfenced(self, stay_max, |block| self.fence_or_defer(block))
     }
 
     /// Retries the frees that captures deferred. Reads the status of a stream once, however many blocks wait for it.
@@ -200,7 +171,7 @@ impl<'a> PendingFrees<'a> {
             (last, unseen) = (Some(newest), unseen - streams.len());
             self.device.deferred_steps.fetch_add(streams.len() as u64, Ordering::Relaxed);
             for stream in streams {
-                match self.refuses_work(stream)? {
+                match self.device.capture_status(stream)?.refuses_work() {
                     true => budget -= 1,
                     false => over.push(stream),
                 }
@@ -214,7 +185,7 @@ impl<'a> PendingFrees<'a> {
             let unwinds = OnUnwind::new(|| {
                 self.device.change(|state| ready.iter().for_each(|&block| state.fence_later(block)));
             });
-            let fenced = self.fence_or_defer_postponed(block);
+            let fenced = self.fence_or_defer(block);
             unwinds.disarm();
             outcome = outcome.and(fenced);
         }

@@ -117,8 +117,7 @@ impl Shared {
 
     /// The slow path, if the thread's cache has no block. Processes pending frees. Then searches the thread's shard of
     /// the heap, the caches of other threads, and the other shards. Repeats the search after merging the blocks of the
-    /// thread's cache, then those of all caches. Does all this again if freed blocks wait for streams that may be
-    /// destroyed, after waiting for them. At last pins a segment.
+    /// thread's cache, then those of all caches. At last pins a segment.
     #[cold]
     fn find_slow(self: &Arc<Self>, home: usize, fit: &Fit, details: &Details) -> Result<Arc<PinnedBlock>> {
         self.background.start(self);
@@ -129,34 +128,10 @@ impl Shared {
         if let Some(block) = self.front.take(home, fit) {
             return Ok(block);
         }
-        let found = self.find_shared(home, fit);
-        let waited = if found.is_none() { self.wait_for_unnamed(details) } else { Ok(false) };
-        let found = match waited {
-            Ok(true) => {
-                if let Some(block) = self.front.take(home, fit) {
-                    return Ok(block);
-                }
-                self.find_shared(home, fit)
-            }
-            _ => found,
-        };
-        let block = match found {
-            Some(block) => block,
-            None => {
-                let pinned = self.pin_or_relieve(home, fit, details);
-                pinned.map_err(|error| processed.err().or(waited.err()).unwrap_or(error))?
-            }
-        };
-        self.front.count_allocated(home, block.size());
-        Ok(block)
-    }
-
-    /// A cached block of the shards, or of the caches of other threads.
-    fn find_shared(self: &Arc<Self>, home: usize, fit: &Fit) -> Option<Arc<PinnedBlock>> {
         let found = self.heap.take(home, fit, self);
         let found = found.or_else(|| self.front.take_from_others(home, fit));
         let found = found.or_else(|| self.heap.take_from_others(home, fit, self));
-        found.or_else(|| {
+        let found = found.or_else(|| {
             let helpful = self.helpful_to(fit);
             self.merge(&self.front.drain_one(home, helpful));
             self.heap.take(home, fit, self).or_else(|| {
@@ -165,7 +140,16 @@ impl Shared {
                 }
                 self.heap.take_from_all(home, fit, self)
             })
-        })
+        });
+        let block = match found {
+            Some(block) => block,
+            None => {
+                let pinned = self.pin_or_relieve(home, fit, details);
+                pinned.map_err(|error| processed.err().unwrap_or(error))?
+            }
+        };
+        self.front.count_allocated(home, block.size());
+        Ok(block)
     }
 
     /// The kind of cached blocks whose merging may produce a free range for the request.

@@ -306,8 +306,7 @@ impl HostAllocator {
         shared.history.observers().run_trim_hooks(HOST);
         let mut unpinned = 0;
         let details = shared.details(StackLevel::Alloc);
-        let waited = shared.wait_for_unnamed(&details).map(drop);
-        let mut outcome = shared.process_all(&mut unpinned, &details).and(waited);
+        let mut outcome = shared.process_all(&mut unpinned, &details);
         let pinned = || shared.heap.bytes_pinned();
         if pinned() > target_bytes {
             shared.empty_front_caches();

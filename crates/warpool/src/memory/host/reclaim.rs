@@ -57,13 +57,12 @@ impl Shared {
     }
 
     /// Records fences that destructors left, reclaims blocks whose fences have passed, and unpins segments that are not
-    /// to be kept. Waits for streams that may be destroyed.
+    /// to be kept.
     pub(super) fn process_pending(&self) -> Result<()> {
         let details = Details::default();
-        let processed = self.process_pending_recorded(&details);
-        let waited = self.wait_for_unnamed(&details);
+        let outcome = self.process_pending_recorded(&details);
         details.finish();
-        processed.and(waited.map(drop))
+        outcome
     }
 
     /// As [`process_pending`](Self::process_pending), in a call with these details, which keep the panics of observers.
@@ -80,14 +79,6 @@ impl Shared {
         let outcome = fenced.and(polled).and(self.unpin_listed(unpinned, &details));
         call.take_panic(details);
         outcome
-    }
-
-    /// If freed blocks wait for streams that may be destroyed, waits for the devices. Returns whether it did.
-    pub(super) fn wait_for_unnamed(&self, details: &Details) -> Result<bool> {
-        if !self.pending.with(|pending| pending.fences.has_unnamed()) {
-            return Ok(false);
-        }
-        stream_fence::wait_for_unnamed(&Reclaimer { shared: self, details })
     }
 
     /// Waits for all fences.
@@ -111,7 +102,7 @@ impl Shared {
 
     fn retry_unfenced(&self, details: &Details) -> Result<()> {
         let owner = Reclaimer { shared: self, details };
-        stream_fence::retry_unfenced(&owner, usize::MAX, |block| stream_fence::fence_postponed(&owner, block))
+        stream_fence::retry_unfenced(&owner, usize::MAX, |block| stream_fence::fence(&owner, block))
     }
 }
 

@@ -108,12 +108,6 @@ impl PagedDevice {
         capturing: bool,
         details: &EntryDetails,
     ) -> Result<Allocation> {
-        if !capturing
-            && PendingFrees::new(self, details).wait_for_unnamed()?
-            && let (_, Some(found)) = self.search(request, pool, details)?
-        {
-            return Ok(found);
-        }
         if self.observers().run_pressure_callbacks(self.id)
             && let (_, Some(found)) = self.search(request, pool, details)?
         {

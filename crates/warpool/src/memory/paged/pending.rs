@@ -75,12 +75,6 @@ impl<'a> PendingFrees<'a> {
         retried.and(stream_fence::poll(self))
     }
 
-    /// For a request that found no block: waits for streams that may be destroyed, if freed blocks wait for any.
-    /// Returns whether it did.
-    pub(super) fn wait_for_unnamed(&self) -> Result<bool> {
-        Ok(self.device.with_fences(|fences| fences.has_unnamed()) && stream_fence::wait_for_unnamed(self)?)
-    }
-
     /// Waits until every pending free is completed, but for those that captures hold back.
     pub(super) fn wait(&self) -> Result<()> {
         self.device.counts.syncs.fetch_add(1, Ordering::Relaxed);
@@ -92,7 +86,7 @@ impl<'a> PendingFrees<'a> {
         if !self.device.with_fences(|fences| fences.has_unfenced()) {
             return Ok(());
         }
-        stream_fence::retry_unfenced(self, stay_max, |key| stream_fence::fence_postponed(self, key))
+        stream_fence::retry_unfenced(self, stay_max, |key| stream_fence::fence(self, key))
     }
 
     /// Records fences for a freed block. What fails is retried by later calls.

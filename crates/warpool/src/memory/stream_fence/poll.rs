@@ -2,7 +2,6 @@
 
 use warpool_driver::StreamId;
 
-use super::fencing::wait_for_unnamed;
 use super::owner::FenceOwner;
 use super::queues::{Fence, PENDING_PER_CALL};
 use crate::Result;
@@ -67,13 +66,8 @@ fn poll_streams(owner: &impl FenceOwner, oldest: Vec<Fence>) -> (usize, Result<(
     (pending, outcome)
 }
 
-/// Waits for all fences that are queued now, and for streams that may be destroyed, and completes the frees.
+/// Waits for all fences that are queued now, and completes them.
 pub(crate) fn wait_all(owner: &impl FenceOwner) -> Result<()> {
-    let unnamed = wait_for_unnamed(owner).map(drop);
-    unnamed.and(wait_for_fences(owner))
-}
-
-fn wait_for_fences(owner: &impl FenceOwner) -> Result<()> {
     let all = owner.with_fences(|fences| fences.all());
     let _guard = owner.capture_guard()?;
     let (mut failed, mut outcome) = (None, Ok(()));

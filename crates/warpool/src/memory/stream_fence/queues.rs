@@ -24,8 +24,6 @@ pub(crate) struct StreamFences<K> {
     /// The stream that was polled last, if a call polls only some of them.
     last_polled: Option<StreamId>,
     unfenced: Vec<K>,
-    /// A block for each of its streams in which no fence was recorded at the free, and which may be destroyed by now.
-    unnamed: Vec<K>,
     /// If true, nothing is queued any more.
     closed: bool,
 }
@@ -56,15 +54,13 @@ impl<K> Default for StreamFences<K> {
             by_owner: BTreeMap::new(),
             last_polled: None,
             unfenced: Vec::new(),
-            unnamed: Vec::new(),
             closed: false,
         }
     }
 }
 
 impl<K> StreamFences<K> {
-    /// Whether no block waits for a stream. Those that wait for streams that may be destroyed do not count: only
-    /// [`wait_for_unnamed`](super::wait_for_unnamed) helps them.
+    /// Whether no block waits for a stream.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         self.queues.is_empty() && self.unfenced.is_empty()
@@ -73,11 +69,6 @@ impl<K> StreamFences<K> {
     /// Whether there are unfenced blocks.
     pub(crate) fn has_unfenced(&self) -> bool {
         !self.unfenced.is_empty()
-    }
-
-    /// Whether blocks wait for streams that may be destroyed.
-    pub(crate) fn has_unnamed(&self) -> bool {
-        !self.unnamed.is_empty()
     }
 
     /// Removes a fence that has passed and returns its block; `None` if another thread has already done so.
@@ -143,19 +134,6 @@ impl<K> StreamFences<K> {
         }
         self.unfenced.push(key);
         None
-    }
-
-    /// Notes that a block waits for one more stream that may be destroyed; returns it if the queues are closed.
-    pub(super) fn push_unnamed(&mut self, key: K) -> Option<K> {
-        if self.closed {
-            return Some(key);
-        }
-        self.unnamed.push(key);
-        None
-    }
-
-    pub(super) fn take_unnamed(&mut self) -> Vec<K> {
-        std::mem::take(&mut self.unnamed)
     }
 
     pub(super) fn unfenced(&self) -> &[K] {

@@ -6,9 +6,7 @@
 //! - Any other source gets the block back once fences in the other streams have passed, and also one in the block's own
 //!   stream if that may be destroyed meanwhile.
 //!
-//! A block that cannot be released now stays in the table, and every later call tries again. By then the owners of its
-//! streams may have destroyed them: a later call names only those that live as long as the [`Instance`]. For others it
-//! waits for the devices, but only if it waits anyway or many blocks are pending.
+//! A block that cannot be released now stays in the table, and every later call tries again.
 //!
 //! For a stream-ordered source no capture begins or ends between the check of the streams and the free. Any other
 //! source is user code, and captures must not wait for user code.
@@ -31,23 +29,15 @@ use crate::{Error, Instance, Result, lock};
 struct Pass {
     /// A pass over all blocks queries each stream once, however many blocks used it.
     statuses: Option<FxHashMap<StreamId, CaptureStatus>>,
-    /// Whether to wait for fences.
+    /// Whether to wait for fences and devices.
     waits: bool,
-    /// Whether to wait for devices.
-    waits_for_devices: bool,
     /// Whether fences were polled. Those recorded later are polled by the next pass.
     polled: bool,
 }
 
 impl Pass {
-    fn over_all(waits: bool, pending: usize) -> Self {
-        let waits_for_devices = waits || pending >= PENDING_PER_CALL;
-        Self { statuses: Some(FxHashMap::default()), waits, waits_for_devices, polled: false }
-    }
-
-    /// Whether the blocks were freed by earlier calls.
-    fn is_over_all(&self) -> bool {
-        self.statuses.is_some()
+    fn over_all(waits: bool) -> Self {
+        Self { statuses: Some(FxHashMap::default()), waits, polled: false }
     }
 }
 
@@ -81,8 +71,7 @@ impl<S: Source> UncachedAllocator<S> {
     /// ready, round robin.
     pub(super) fn process_pending(&self, state: &UncachedDevice, details: &EntryDetails) {
         if state.has_pending() {
-            let pending = state.with(|table| table.begin_pass(0).0);
-            self.process(state, &mut Pass::over_all(false, pending), details);
+            self.process(state, &mut Pass::over_all(false), details);
         }
     }
 
@@ -90,7 +79,7 @@ impl<S: Source> UncachedAllocator<S> {
     pub(super) fn wait_for_pending(&self, state: &UncachedDevice, details: &EntryDetails) -> Result<()> {
         let pending = state.has_pending();
         if pending {
-            self.process(state, &mut Pass::over_all(true, 0), details);
+            self.process(state, &mut Pass::over_all(true), details);
         }
         if self.source.wait_for_frees(state.id)? || pending {
             state.with(|table| table.stats.num_sync_all_streams += 1);
@@ -101,7 +90,7 @@ impl<S: Source> UncachedAllocator<S> {
     fn process(&self, state: &UncachedDevice, pass: &mut Pass, details: &EntryDetails) {
         let owner = Fencing { allocator: self, state };
         let stay_max = if pass.waits { usize::MAX } else { PENDING_PER_CALL };
-        let fence = |serial| stream_fence::fence_postponed(&owner, serial);
+        let fence = |serial| stream_fence::fence(&owner, serial);
         if let Err(error) = stream_fence::retry_unfenced(&owner, stay_max, fence) {
             tracing::warn!(%error, "no event could be recorded behind the use of a freed block; it is retried");
         }
@@ -213,11 +202,7 @@ impl<S: Source> UncachedAllocator<S> {
         }
         if own == CaptureStatus::StreamDestroyed || statuses.contains(&CaptureStatus::StreamDestroyed) {
             // Only a wait for the devices helps: left to a pass that waits.
-            return if pass.waits_for_devices {
-                self.decide_after_devices(state, entry, own)
-            } else {
-                Ok(Decision::NotYet)
-            };
+            return if pass.waits { self.decide_after_devices(state, entry, own) } else { Ok(Decision::NotYet) };
         }
         if others.is_empty() {
             return Ok(Decision::Release(own_stream(entry)));
@@ -263,9 +248,6 @@ impl<S: Source> UncachedAllocator<S> {
             let mut streams = other_streams(state, entry);
             if !is_fenced && streams.is_empty() {
                 return match own {
-                    CaptureStatus::StreamDestroyed if pass.is_over_all() && !pass.waits_for_devices => {
-                        Ok(Decision::NotYet)
-                    }
                     CaptureStatus::StreamDestroyed => self.decide_after_devices(state, entry, own),
                     _ => Ok(Decision::Release(own_stream(entry))),
                 };
@@ -273,18 +255,13 @@ impl<S: Source> UncachedAllocator<S> {
             if !is_fenced {
                 streams.extend((!is_kept).then_some(entry.stream));
                 state.with(|table| table.begin_fences(entry.serial, streams));
-                match pass.is_over_all() {
-                    true => stream_fence::fence_postponed(&owner, entry.serial)?,
-                    false => stream_fence::fence(&owner, entry.serial)?,
-                }
+                stream_fence::fence(&owner, entry.serial)?;
             }
         }
         let is_clear = || owner.with_uses(&entry.serial, |uses| uses.is_clear());
         if !is_clear() {
             let outcome = if pass.waits {
                 stream_fence::wait_all(&owner)
-            } else if pass.waits_for_devices && lock(&state.fences).has_unnamed() {
-                stream_fence::wait_for_unnamed(&owner).map(drop)
             } else if !std::mem::replace(&mut pass.polled, true) {
                 stream_fence::poll_some(&owner)
             } else {
@@ -314,16 +291,12 @@ impl<S: Source> UncachedAllocator<S> {
         self.release_in_own(state)
     }
 
-    /// A stream that may be destroyed counts as destroyed.
     fn status(&self, stream: StreamId, pass: &mut Pass) -> Result<CaptureStatus> {
         let Some(statuses) = &mut pass.statuses else { return CaptureStatus::of(self.driver(), stream) };
         if let Some(&known) = statuses.get(&stream) {
             return Ok(known);
         }
-        let status = match self.shared.instance.is_known_to_keep(stream) {
-            true => CaptureStatus::of(self.driver(), stream)?,
-            false => CaptureStatus::StreamDestroyed,
-        };
+        let status = CaptureStatus::of(self.driver(), stream)?;
         statuses.insert(stream, status);
         Ok(status)
     }
