@@ -98,6 +98,9 @@ enum Filled {
     /// These pages are mapped in it, and can neither be taken back nor unmapped. Nothing has changed, but for pages
     /// that were taken back and mappings that were undone.
     Blocked(Vec<PageId>),
+    /// This heap has not enough pages after all: others' count from now on, so another window may be better. Nothing
+    /// has changed.
+    NeedsOthers,
     OutOfMemory(OomCause),
 }
 
@@ -139,6 +142,7 @@ impl Fill<'_> {
             match filled? {
                 Filled::Done => {}
                 Filled::Blocked(pages) => excluded.extend(pages),
+                Filled::NeedsOthers => self.asks_others = true,
                 Filled::OutOfMemory(cause) => return Ok(Err(cause)),
             }
         }
@@ -213,19 +217,19 @@ impl Fill<'_> {
         let without_page = self.slots(window).filter(|&slot| self.table.own_page(slot).is_none());
         let mut supply = Supply::new(without_page);
         match self.obtain(&mut supply) {
-            Ok(Ok(())) => self.use_pages(supply).map(|()| Filled::Done),
+            Ok(Ok(true)) => self.use_pages(supply).map(|()| Filled::Done),
             failed => {
                 // Returns all pages to where they were, so that a failed request changes nothing.
                 let supplied = supply.pages.iter().map(|supplied| (supplied.page, supplied.from));
                 self.put_pages_back(supplied.chain(supply.exchanged));
                 supply.created.iter().for_each(|&page| self.release_new(page));
-                failed.map(|oom| oom.map_or_else(Filled::OutOfMemory, |()| Filled::Done))
+                failed.map(|oom| oom.map_or_else(Filled::OutOfMemory, |_| Filled::NeedsOthers))
             }
         }
     }
 
-    /// Gets a page for every gap, from the nearest source.
-    fn obtain(&mut self, supply: &mut Supply) -> Result<OrOom<()>> {
+    /// Gets a page for every gap, from the nearest source. `false` if this heap has not enough after all.
+    fn obtain(&mut self, supply: &mut Supply) -> Result<OrOom<bool>> {
         if self.own_page {
             self.take_spare(supply, 1);
             self.take_own(supply, 1);
@@ -235,24 +239,20 @@ impl Fill<'_> {
                 let _ = self.grow(supply)?;
             }
         }
-        loop {
-            // Large pages of all heaps come before smaller ones: those fit where a large one does not any more.
-            for slots_min in [4, 2, 1] {
-                if slots_min <= supply.next_max() && self.table.has_pages_of(slots_min) {
-                    self.take_spare(supply, slots_min);
-                    self.take_own(supply, slots_min);
-                    if self.asks_others {
-                        self.take_from_others(supply, slots_min)?;
-                    }
+        // Large pages of all heaps come before smaller ones: those fit where a large one does not any more.
+        for slots_min in [4, 2, 1] {
+            if slots_min <= supply.next_max() && self.table.has_pages_of(slots_min) {
+                self.take_spare(supply, slots_min);
+                self.take_own(supply, slots_min);
+                if self.asks_others {
+                    self.take_from_others(supply, slots_min)?;
                 }
             }
-            if supply.slots_needed == 0 || self.asks_others {
-                break;
-            }
-            // This heap has not enough pages after all.
-            self.asks_others = true;
         }
-        self.grow(supply)
+        if supply.slots_needed > 0 && !self.asks_others {
+            return Ok(Ok(false));
+        }
+        Ok(self.grow(supply)?.map(|()| true))
     }
 
     /// The pages that were got belong to the window from here on.
