@@ -27,8 +27,8 @@ const INTERVAL: Duration = Duration::from_secs(60);
 ///
 /// Memory: resident memory of this process is read when a campaign's turn of half a second ends, after the C library's
 /// heap has returned what it holds for later. The lowest reading of a round of all campaigns counts. After the warm-up
-/// (a quarter of the time, at most five minutes) it may exceed the highest of the warm-up by a tenth and 64 MiB; more is
-/// a violation.
+/// (a quarter of the time, at most five minutes) it may exceed the highest of the warm-up by a tenth and 64 MiB; more
+/// is a violation.
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 #[command(after_help = format!("Campaigns: {}\n\n\
