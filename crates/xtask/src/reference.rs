@@ -209,7 +209,7 @@ fn cell(text: &str) -> String {
     text.replace('|', "\\|")
 }
 
-/// A comment without rustdoc's links: [`Name`] and [text](target) are only their text.
+/// A comment without rustdoc's links, of which only the text stays.
 fn without_links(text: &str) -> String {
     let (mut made, mut rest) = (String::new(), text);
     while let Some((before, after)) = rest.split_once('[') {
