@@ -54,6 +54,10 @@ impl Built {
     pub fn planted(&self) -> Result<Vec<Planted>, String> {
         let listed = Command::new(&self.command).arg("defects").output();
         let listed = listed.map_err(|error| format!("{}: {error}", self.command.display()))?;
+        if !listed.status.success() {
+            let error = String::from_utf8_lossy(&listed.stderr);
+            return Err(format!("{} has no list of defects: {error}", self.command.display()));
+        }
         let text = String::from_utf8_lossy(&listed.stdout);
         let planted = |line: &str| {
             let object: Value = serde_json::from_str(line).map_err(|error| format!("{line}: {error}"))?;
