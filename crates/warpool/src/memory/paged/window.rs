@@ -50,7 +50,7 @@ impl PageSet {
 pub(super) struct Wanted<'a> {
     pub(super) table: &'a PageTable,
     pub(super) bytes: u64,
-    /// Holes are filled in units of so many slots.
+    /// The slots of a new page: windows begin and end within holes at multiples of it.
     pub(super) unit: u32,
     /// Whether the slots that nothing else is in count before driver calls.
     pub(super) memory_first: bool,

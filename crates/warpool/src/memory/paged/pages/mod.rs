@@ -227,7 +227,7 @@ impl PageTable {
         self.slot(slot).own().map(|part| part.page)
     }
 
-    /// Whether there are pages of at least so many slots.
+    /// Whether there are pages of at least this number of slots.
     pub(super) fn has_pages_of(&self, slots_min: u32) -> bool {
         self.count_by_slots[slots_min.ilog2() as usize..].iter().any(|&count| count > 0)
     }
@@ -258,7 +258,7 @@ impl PageTable {
         page.physical
     }
 
-    /// Takes a spare page of so many slots, the largest.
+    /// Takes the largest spare page whose number of slots is in the range.
     pub(super) fn take_spare(&mut self, slots: std::ops::RangeInclusive<u32>) -> Option<PageId> {
         let found = self.spare.range(..(slots.end() + 1, PageId(0))).next_back().copied();
         let spare = found.filter(|(size, _)| size >= slots.start())?;
