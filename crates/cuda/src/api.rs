@@ -211,6 +211,8 @@ api! {
             cuGraphConditionalHandleCreate(*mut CUgraphConditionalHandle, CUgraph, CUcontext, c_uint, c_uint);
         stream_begin_capture_to_graph: cuStreamBeginCaptureToGraph(
             CUstream, CUgraph, *const CUgraphNode, *const CUgraphEdgeData, usize, CUstreamCaptureMode);
+        // Since 12.5.
+        ctx_record_event: cuCtxRecordEvent(CUcontext, CUevent);
         // Since 12.4.
         func_get_param_info: cuFuncGetParamInfo(CUfunction, usize, *mut usize, *mut usize);
     }

@@ -97,6 +97,21 @@ impl Events for CudaDriver {
         Ok(())
     }
 
+    fn event_record_context(&self, event: EventId) -> Result<()> {
+        let site = self.enter(Call::EventRecordContext)?;
+        let event = self.event(site, event)?;
+        let Some(record) = self.api.ctx_record_event else {
+            return Err(site.explain(ErrorCode::NotSupported, "cuCtxRecordEvent needs a driver for CUDA 12.5"));
+        };
+        // It would invalidate the captures.
+        if self.captures.exist_in(event.context) {
+            return Err(site.explain(ErrorCode::StreamCaptureUnsupported, "a stream of the event's device captures"));
+        }
+        let _current = self.make_current(site, event.context)?;
+        // SAFETY: event and context are live, and the event was created in the context.
+        site.check(unsafe { record(event.context.raw(), event.raw.raw()) })
+    }
+
     fn event_query(&self, event: EventId) -> Result<bool> {
         let site = self.enter(Call::EventQuery)?;
         let event = self.event(site, event)?;

@@ -604,6 +604,13 @@ int warpool_free_block(void *ptr);
 // `stream` is NULL or a stream of the driver, and stays alive as long as the memory at `ptr`.
 int warpool_record_use(void *ptr, int device, void *stream);
 
+// Says that `stream` of `device` is never destroyed, as a stream of PyTorch's pools. Then memory that it used and that
+// was freed during a capture waits for this stream alone, and not for all work of the device.
+//
+// # Safety
+// `stream` is NULL or a stream of the driver, and stays alive as long as the process uses this library.
+int warpool_keep_stream(int device, void *stream);
+
 // Describes the allocated block that starts at `ptr`.
 //
 // # Safety

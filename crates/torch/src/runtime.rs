@@ -322,6 +322,17 @@ impl Runtime {
         Ok(self.allocator().record_use_raw(ptr, stream)?)
     }
 
+    /// Says that `stream` of `device` is never destroyed.
+    ///
+    /// # Safety
+    /// As for [`Stream::promise_to_keep`](warpool::Stream::promise_to_keep).
+    pub unsafe fn keep_stream(&self, device: i32, stream: ForeignStream) -> Result<()> {
+        let device = self.instance.device(self.device_id(device)?.0)?;
+        // SAFETY: by this function's contract.
+        unsafe { warpool::Stream::external(&device, stream)?.promise_to_keep() };
+        Ok(())
+    }
+
     /// Returns cached memory to the driver. For the default id, that of the default pool and of all released pools;
     /// otherwise that of released pools with this id. If `stream`, the caller's current stream, captures, the default
     /// pool is not trimmed.

@@ -85,6 +85,7 @@ defects! {
     49 WorkspaceForgetsStream: "in a capture, products in two streams share a workspace";
     50 WhileRunsOnce: "a body that should run as long as a flag is set runs once";
     51 ShortageDoesNotWait: "pages: a request fails although pending frees would make room for it";
+    52 PostponedFenceNamesStream: "a fence that was left to a later call is recorded in a stream that may be destroyed";
 }
 
 #[cfg(test)]

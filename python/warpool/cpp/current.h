@@ -8,6 +8,8 @@
 
 #include <atomic>
 
+#include "warpool_torch.h"
+
 namespace warpool_torch {
 
 struct Current {
@@ -43,6 +45,9 @@ inline cudaStream_t handle_of(c10::cuda::CUDAStream stream) {
     thread_local Known known{0, -1, nullptr};
     if (C10_UNLIKELY(known.id != stream.id() || known.device != stream.device_index())) {
         known = {stream.id(), stream.device_index(), stream.stream()};
+        if (reinterpret_cast<c10::StreamId>(known.handle) != known.id) {
+            warpool_keep_stream(known.device, known.handle);
+        }
     }
     return known.handle;
 }

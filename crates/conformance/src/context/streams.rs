@@ -2,7 +2,7 @@
 
 #![expect(unsafe_code, reason = "a foreign stream is unsafe to make")]
 
-use warpool_driver::{DeviceId, EventId, EventOptions, EventScope, ForeignStream, StreamId, StreamOptions};
+use warpool_driver::{DeviceId, ErrorCode, EventId, EventOptions, EventScope, ForeignStream, StreamId, StreamOptions};
 
 use super::TestContext;
 use super::cleanup::Resource;
@@ -71,6 +71,14 @@ impl TestContext {
     pub(crate) fn expect_idle(&self, what: &str, stream: StreamId) -> CheckResult {
         let done = self.driver.stream_query(stream)?;
         expect(done, &format!("{what} has finished its work"))
+    }
+
+    /// Whether the driver records events of whole contexts.
+    pub(crate) fn records_contexts(&self) -> CheckResult<bool> {
+        match self.driver.event_record_context(self.event()?) {
+            Err(error) if error.code == ErrorCode::NotSupported => Ok(false),
+            recorded => Ok(recorded.map(|()| true)?),
+        }
     }
 
     /// An event without timing.

@@ -71,6 +71,7 @@ fn check_rules(context: &TestContext, mode: CaptureMode, same_thread: bool) -> C
             || (name.starts_with("pool_") && !can.async_pools)
             || (name.ends_with("register") && !can.host_registration)
             || (name == "event_export" && !can.ipc_events)
+            || (name == "event_record_context" && !context.records_contexts()?)
             || ((name.starts_with("library_") || name.starts_with("blas_")) && !blas);
         if unsupported {
             continue;
@@ -139,6 +140,7 @@ const CALLS: &[(Call, Prepare)] = calls! { b:
     EventDestroy with event = b.event()? => b.driver.event_destroy(event).map(|()| b.untrack(Resource::Event(event)));
     EventRecord with (other, event) = (b.stream()?, b.event()?) =>
         b.driver.event_record(event, other, EventScope::Plain);
+    EventRecordContext with event = b.event()? => b.driver.event_record_context(event);
     EventQuery with event = recorded(b)? => b.driver.event_query(event).map(drop);
     EventSynchronize with event = recorded(b)? => b.driver.event_synchronize(event);
     EventElapsedMs with event = {

@@ -29,6 +29,8 @@ pub(crate) const CHECKS: &[Check] = crate::checks![
     any_thread_may_use_an_event,
     event_is_recorded_only_on_its_device,
     event_wait_orders_two_devices,
+    event_of_a_context_waits_for_all_its_streams,
+    event_of_a_context_waits_for_destroyed_streams,
     unknown_event_is_rejected,
     ; provoking hazards:
     destroyed_event_is_rejected,
@@ -233,6 +235,48 @@ fn event_wait_orders_two_devices(context: &TestContext) -> CheckResult {
     expect(!context.driver.event_query(far)?, "the other device waits")?;
     context.driver.event_synchronize(far)?;
     context.expect_idle("the stream of the recorded event", here)
+}
+
+fn event_of_a_context_waits_for_all_its_streams(context: &TestContext) -> CheckResult {
+    if !context.records_contexts()? {
+        return Ok(());
+    }
+    let (first, second, event, log) = (context.stream()?, context.stream()?, context.event()?, context.kernel_log(2)?);
+    let legacy = context.driver.stream_default(context.device_id)?;
+    context.kernels()?;
+    context.keep_busy(first)?;
+    context.append(log, 1, first)?;
+    context.driver.event_record_context(event)?;
+    expect(!context.driver.event_query(event)?, "an event of a context with running work is not complete")?;
+    // Another stream waits on the device. Work after the record is not waited for.
+    context.driver.stream_wait_event(second, event, EventScope::Plain)?;
+    context.append(log, 2, second)?;
+    context.keep_busy(first)?;
+    context.driver.event_synchronize(event)?;
+    context.expect_busy("the work after the record", first)?;
+    context.synchronize(second)?;
+    context.expect_log(log, &[1, 2])?;
+    context.synchronize(first)?;
+    context.keep_busy(legacy)?;
+    context.driver.event_record_context(event)?;
+    expect(!context.driver.event_query(event)?, "the default stream belongs to the context")?;
+    context.synchronize(legacy)
+}
+
+fn event_of_a_context_waits_for_destroyed_streams(context: &TestContext) -> CheckResult {
+    if !context.records_contexts()? {
+        return Ok(());
+    }
+    let (stream, event, log) = (context.stream()?, context.event()?, context.kernel_log(1)?);
+    context.kernels()?;
+    context.keep_busy(stream)?;
+    context.append(log, 1, stream)?;
+    context.driver.stream_destroy(stream)?;
+    context.untrack(Resource::Stream(stream));
+    context.driver.event_record_context(event)?;
+    expect(!context.driver.event_query(event)?, "work of a destroyed stream belongs to the context")?;
+    context.driver.event_synchronize(event)?;
+    context.expect_log(log, &[1])
 }
 
 fn unknown_event_is_rejected(context: &TestContext) -> CheckResult {

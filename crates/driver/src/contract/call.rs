@@ -105,7 +105,7 @@ calls! {
         DeviceSynchronize device_synchronize,
     ;
     Refused:
-        LibraryDestroy library_destroy,
+        LibraryDestroy library_destroy, EventRecordContext event_record_context,
     ;
 }
 

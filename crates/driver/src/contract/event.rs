@@ -43,6 +43,11 @@ pub trait Events {
     /// `External` outside of a capture gives `IllegalState`.
     fn event_record(&self, event: EventId, stream: StreamId, scope: EventScope) -> Result<()>;
 
+    /// Records all work that is in the context of the event's device now, in all its streams, also in those that were
+    /// destroyed; no stream is named. `NotSupported` if the driver cannot (before CUDA 12.5). *During capture:
+    /// refused.* A capture of the device that did not begin through this driver is invalidated.
+    fn event_record_context(&self, event: EventId) -> Result<()>;
+
     /// Whether the work that it recorded is done; `true` if it was never recorded. *During capture: guarded.*
     fn event_query(&self, event: EventId) -> Result<bool>;
 

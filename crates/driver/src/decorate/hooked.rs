@@ -176,6 +176,7 @@ forward! {
         EventCreate event_create(device: DeviceId, options: EventOptions) -> EventId;
         EventDestroy event_destroy(event: EventId) -> ();
         EventRecord event_record(event: EventId, stream: StreamId, scope: EventScope) -> ();
+        EventRecordContext event_record_context(event: EventId) -> ();
         EventQuery event_query(event: EventId) -> bool;
         EventSynchronize event_synchronize(event: EventId) -> ();
         EventElapsedMs event_elapsed_ms(start: EventId, end: EventId) -> f32;

@@ -9,17 +9,14 @@ mod model;
 
 use std::sync::Arc;
 
-use warpool::Error;
-use warpool::Instance;
 use warpool::driver::decorate::Hooked;
 use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::driver::{
-    CaptureMode, CaptureState, Captures as _, DeviceId, Graphs as _, StreamId, StreamOptions, Streams as _,
-};
+use warpool::driver::{CaptureMode, CaptureState, Captures as _, DeviceId, Graphs as _, StreamId};
 use warpool::memory::{
     Allocation, BlockState, CachingAllocator, DeviceAllocator, FreeBlockOrder, MemPoolId, PoolOptions, PrivatePools,
     Request, Reserve, Route, SegmentKind, Settings, SnapshotOptions,
 };
+use warpool::{Error, Instance, StreamLease};
 
 use self::driver_calls::CallRecorder;
 use self::model::{MappedRange, Model, Rules, State};
@@ -39,6 +36,8 @@ struct Run<'a> {
     settings: Settings,
     bytes_total: u64,
     streams: Vec<StreamId>,
+    /// Streams that live as long as the instance: fences that are left to later calls are recorded in them, too.
+    _leases: Vec<StreamLease>,
     live: Vec<Allocation>,
     /// Pools in use.
     pools: Vec<MemPoolId>,
@@ -69,9 +68,9 @@ impl<'a> Run<'a> {
         let instance = Instance::new(driver.clone()).unwrap();
         let settings = draw_settings(rng);
         let allocator = Arc::new(CachingAllocator::new(&instance, settings.clone()));
-        let streams: Vec<StreamId> = (0..1 + rng.below(3))
-            .map(|_| driver.stream_create(DEVICE, StreamOptions { non_blocking: true, priority: 0 }).unwrap())
-            .collect();
+        let device = instance.device(DEVICE.0).unwrap();
+        let leases: Vec<StreamLease> = (0..1 + rng.below(3)).map(|_| device.lease_stream().unwrap()).collect();
+        let streams: Vec<StreamId> = leases.iter().map(|lease| lease.stream().id()).collect();
         for &stream in &streams {
             sim.pause_stream(stream).unwrap();
         }
@@ -85,6 +84,7 @@ impl<'a> Run<'a> {
             settings,
             bytes_total,
             streams,
+            _leases: leases,
             live: Vec::new(),
             pools: Vec::new(),
             released_pools: Vec::new(),

@@ -119,6 +119,17 @@ pub unsafe extern "C" fn warpool_record_use(ptr: *mut c_void, device: c_int, str
     boundary::status(|| runtime::get()?.record_use(device_ptr(ptr), device, stream))
 }
 
+/// Says that `stream` of `device` is never destroyed, as a stream of PyTorch's pools. Then memory that it used and that
+/// was freed during a capture waits for this stream alone, and not for all work of the device.
+///
+/// # Safety
+/// `stream` is NULL or a stream of the driver, and stays alive as long as the process uses this library.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpool_keep_stream(device: c_int, stream: *mut c_void) -> c_int {
+    // SAFETY: a live stream by this function's contract, which is also what `keep_stream` requires.
+    boundary::status(|| unsafe { runtime::get()?.keep_stream(device, foreign_stream(stream)) })
+}
+
 /// Describes the allocated block that starts at `ptr`.
 ///
 /// # Safety

@@ -16,8 +16,9 @@ mod stream_pool;
 use std::fmt;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
+use rustc_hash::FxHashSet;
 use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DeviceProperties, Driver, StreamId, source_line};
 
@@ -56,6 +57,8 @@ struct Shared {
     detects_hazards: bool,
     origin: Origin,
     devices: Box<[DeviceState]>,
+    /// Streams of others that exist as long as this `Instance`.
+    promised_streams: RwLock<FxHashSet<StreamId>>,
     /// Maintained by `capture/`. Stored here and not in the extensions, because every allocation and replay reads it.
     captures_under_way: AtomicUsize,
     /// Stored here too, because every typed call enters it.
@@ -106,6 +109,7 @@ impl Instance {
                 driver,
                 origin: Origin::here(),
                 devices,
+                promised_streams: RwLock::default(),
                 captures_under_way: AtomicUsize::new(0),
                 capture_gate: CaptureGate::default(),
                 ranges_asleep: AtomicUsize::new(0),
@@ -227,6 +231,19 @@ impl Instance {
     /// be destroyed by its owner.
     pub(crate) fn keeps_stream(&self, device: DeviceId, stream: StreamId) -> Result<bool> {
         Ok(stream == self.default_stream_id(device)? || self.state(device).streams.contain(stream))
+    }
+
+    /// Whether a stream may be named as long as this `Instance` lives: [`keeps_stream`](Self::keeps_stream), or its
+    /// owner has promised it. No driver call: a default stream counts once it was used through this `Instance`.
+    pub(crate) fn may_name(&self, stream: StreamId) -> bool {
+        let keeps = |state: &DeviceState| state.default_stream.get() == Some(&stream) || state.streams.contain(stream);
+        self.shared.devices.iter().any(keeps)
+            || self.shared.promised_streams.read().unwrap_or_else(PoisonError::into_inner).contains(&stream)
+    }
+
+    /// The owner of a stream promises that it exists as long as this `Instance`.
+    pub(super) fn promise(&self, stream: StreamId) {
+        self.shared.promised_streams.write().unwrap_or_else(PoisonError::into_inner).insert(stream);
     }
 
     /// Fails if `other` is another `Instance`; `object` names the argument that it belongs to.

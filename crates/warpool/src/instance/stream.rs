@@ -40,6 +40,18 @@ impl Stream {
         Ok(Self::from_id(device, device.driver().stream_adopt(device.id(), stream)?))
     }
 
+    /// Says that this external stream exists as long as its [`Instance`], such as a stream of another library's pool.
+    /// Then memory that is freed without a driver call, or while a capture forbids one, waits for this stream alone.
+    /// For other external streams it waits for all work of the devices, because their owner may have destroyed them by
+    /// the time that a call may record an event.
+    ///
+    /// # Safety
+    /// The stream is not destroyed while the `Instance` is used: a real driver dereferences its handle.
+    #[expect(unsafe_code, reason = "nothing can check how long another library keeps a stream")]
+    pub unsafe fn promise_to_keep(&self) {
+        self.instance.promise(self.id);
+    }
+
     /// The `Instance` that it belongs to.
     #[inline]
     #[must_use]

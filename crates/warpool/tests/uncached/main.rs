@@ -6,6 +6,7 @@ mod common;
 mod allocators;
 mod decorators;
 mod driver_pool;
+mod gone_streams;
 mod panics;
 mod pluggable;
 mod racing_captures;

@@ -62,4 +62,5 @@ pub const CAUGHT_BY: &[(&str, &str, &str)] = &[
     ("WorkspaceForgetsStream", "campaigns captured_work", "replays:200"),
     ("WhileRunsOnce", "graph conditional::a_while", "replays:50"),
     ("ShortageDoesNotWait", "warpool paged::tests::shortage", "pages:100"),
+    ("PostponedFenceNamesStream", "uncached gone_streams::a_postponed_fence", "streams:50"),
 ];

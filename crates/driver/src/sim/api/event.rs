@@ -69,6 +69,20 @@ impl Events for SimDriver {
         })
     }
 
+    fn event_record_context(&self, event: EventId) -> Result<()> {
+        self.call(Call::EventRecordContext, |state| {
+            let device = state.event(event)?.device;
+            state.use_device(device)?;
+            if !state.captures.on_device(device).is_empty() {
+                let why = format!("the work of {device} cannot be recorded while a stream of it captures");
+                return refuse(ErrorCode::StreamCaptureUnsupported, why);
+            }
+            let at = state.call_number();
+            state.scheduler.enqueue_record_of_device(device, event, at);
+            Ok(())
+        })
+    }
+
     fn event_query(&self, event: EventId) -> Result<bool> {
         self.call(Call::EventQuery, |state| {
             let Some((point, done_at)) = queryable(state, event)? else { return Ok(true) };

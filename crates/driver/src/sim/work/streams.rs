@@ -299,6 +299,16 @@ impl Streams {
         }
     }
 
+    /// Orders what is queued in `stream` from now on after all work of its device. Returns what may not be done yet.
+    pub fn order_after_device(&mut self, stream: StreamId) -> Vec<Epoch> {
+        let device = self.device(self.get(stream).device);
+        let retired = device.retired.clone();
+        let points: Vec<StreamPoint> = device.changed.iter().map(|&other| self.await_all(other).last).collect();
+        self.get_mut(stream).order_after_all(&retired);
+        points.iter().for_each(|point| self.order_after(stream, point));
+        points.into_iter().map(|point| point.epoch).collect()
+    }
+
     /// Orders what is queued in `stream` from now on after all that the host has observed to be done.
     fn order_after_host(&mut self, stream: StreamId) {
         let Self { host, table, .. } = self;

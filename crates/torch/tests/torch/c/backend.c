@@ -85,6 +85,7 @@ static void blocks_and_pools(void) {
   warpool_block_description block;
   CHECK(warpool_describe_block(plain, &block) == 0 && block.bytes == MIB && block.device == 0);
   CHECK(warpool_record_use(plain, 0, NULL) == 0);
+  CHECK(warpool_keep_stream(0, NULL) == 0 && warpool_keep_stream(99, NULL) != 0);
   CHECK(warpool_pool_create(0, POOL) == 0 && warpool_pool_uses(0, POOL) == 1);
   CHECK(warpool_pool_begin(0, POOL, filter, &accepts, delete_user) == 0);
   CHECK(warpool_pool_begin(0, POOL, filter, &accepts, delete_user) == 1 && deleted == 1);

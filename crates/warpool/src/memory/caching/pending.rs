@@ -15,7 +15,7 @@ use super::device::CachingDevice;
 use super::heap::BlockKey;
 use crate::memory::core::DeviceCore;
 use crate::memory::report::EntryDetails;
-use crate::memory::stream_fence::{self, Fence, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
+use crate::memory::stream_fence::{self, DeviceEvents, Fence, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
 use crate::unwind::OnUnwind;
 use crate::{Instance, Result};
 
@@ -97,10 +97,18 @@ impl<'a> PendingFrees<'a> {
 
     /// Starts to complete the free of a block that other streams used: records fences in them, or, if a capture forbids
     /// that, defers the free. Failures are retried by later calls.
+    /// For the call that frees the block.
     pub(super) fn fence_or_defer(&self, block: BlockKey) -> Result<()> {
+        self.fence_or_defer_in(block, None)
+    }
+
+    /// With `postponed`, for a block that an earlier call freed: streams that their owners may have destroyed since
+    /// then are not named.
+    fn fence_or_defer_in(&self, block: BlockKey, postponed: Option<&mut DeviceEvents>) -> Result<()> {
         let streams: Vec<StreamId> = self.device.read(|state| state.heap.streams_of(block).collect());
-        let refuses = |&stream: &StreamId| match self.device.capture_status(stream) {
-            Ok(status) => status.refuses_work().then_some(Ok(stream)),
+        let may_name = |stream| postponed.is_none() || self.device.instance().may_name(stream);
+        let refuses = |&stream: &StreamId| match self.refuses_work(stream, may_name(stream)) {
+            Ok(refuses) => refuses.then_some(Ok(stream)),
             Err(error) => Some(Err(error)),
         };
         let unwinds = OnUnwind::new(|| self.device.change(|state| state.fence_later(block)));
@@ -116,7 +124,10 @@ impl<'a> PendingFrees<'a> {
         let Some(capturing) = refused else {
             // Uses in a capture were joined when the capture ended.
             self.device.change(|state| state.clear_uses_in_capture(block));
-            return stream_fence::fence(self, block);
+            return match postponed {
+                Some(devices) => stream_fence::fence_postponed(self, block, devices),
+                None => stream_fence::fence(self, block),
+            };
         };
         // The graph orders the captured uses. Uses from before the capture need fences in their streams, after it has
         // ended.
@@ -124,10 +135,19 @@ impl<'a> PendingFrees<'a> {
             .device
             .read(|state| state.policy.reuse_in_capture && state.heap.block(block).unfenced_streams().is_empty());
         let unwinds = OnUnwind::new(|| self.device.change(|state| state.fence_later(block)));
+        let by_graph = by_graph && streams.iter().all(|&stream| may_name(stream));
         let last_nodes = if by_graph { capture_order::last_nodes(self.device.driver(), &streams) } else { Vec::new() };
         unwinds.disarm();
         self.device.change(|state| state.defer(block, capturing, last_nodes));
         Ok(())
+    }
+
+    /// Whether a capture forbids work in a stream. While captures are active, one that may not be named may take part.
+    fn refuses_work(&self, stream: StreamId, may_name: bool) -> Result<bool> {
+        match may_name {
+            true => Ok(self.device.capture_status(stream)?.refuses_work()),
+            false => Ok(self.device.has_captures()),
+        }
     }
 
     /// As [`fence_or_defer`](Self::fence_or_defer), without a driver call: left to the next call.
@@ -158,7 +178,7 @@ impl<'a> PendingFrees<'a> {
     }
 
     fn retry_unfenced(&self, stay_max: usize) -> Result<()> {
-        stream_fence::retry_unfenced(self, stay_max, |block| self.fence_or_defer(block))
+        stream_fence::retry_unfenced(self, stay_max, |block, devices| self.fence_or_defer_in(block, Some(devices)))
     }
 
     /// Retries the frees that captures deferred. Reads the status of a stream once, however many blocks wait for it.
@@ -171,7 +191,7 @@ impl<'a> PendingFrees<'a> {
             (last, unseen) = (Some(newest), unseen - streams.len());
             self.device.deferred_steps.fetch_add(streams.len() as u64, Ordering::Relaxed);
             for stream in streams {
-                match self.device.capture_status(stream)?.refuses_work() {
+                match self.refuses_work(stream, self.device.instance().may_name(stream))? {
                     true => budget -= 1,
                     false => over.push(stream),
                 }
@@ -180,12 +200,12 @@ impl<'a> PendingFrees<'a> {
         let ready = self.device.change(|state| state.take_ready(&over, last));
         self.device.deferred_steps.fetch_add(ready.len() as u64, Ordering::Relaxed);
         let mut ready = VecDeque::from(ready);
-        let mut outcome = Ok(());
+        let (mut outcome, mut devices) = (Ok(()), DeviceEvents::default());
         while let Some(block) = ready.pop_front() {
             let unwinds = OnUnwind::new(|| {
                 self.device.change(|state| ready.iter().for_each(|&block| state.fence_later(block)));
             });
-            let fenced = self.fence_or_defer(block);
+            let fenced = self.fence_or_defer_in(block, Some(&mut devices));
             unwinds.disarm();
             outcome = outcome.and(fenced);
         }

@@ -102,7 +102,9 @@ impl Shared {
 
     fn retry_unfenced(&self, details: &Details) -> Result<()> {
         let owner = Reclaimer { shared: self, details };
-        stream_fence::retry_unfenced(&owner, usize::MAX, |block| stream_fence::fence(&owner, block))
+        stream_fence::retry_unfenced(&owner, usize::MAX, |block, devices| {
+            stream_fence::fence_postponed(&owner, block, devices)
+        })
     }
 }
 

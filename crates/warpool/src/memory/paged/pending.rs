@@ -86,7 +86,7 @@ impl<'a> PendingFrees<'a> {
         if !self.device.with_fences(|fences| fences.has_unfenced()) {
             return Ok(());
         }
-        stream_fence::retry_unfenced(self, stay_max, |key| stream_fence::fence(self, key))
+        stream_fence::retry_unfenced(self, stay_max, |key, devices| stream_fence::fence_postponed(self, key, devices))
     }
 
     /// Records fences for a freed block. What fails is retried by later calls.

@@ -8,7 +8,8 @@
 //! 2. [`fence`] records an event, the *fence*, after the work of each of these streams and queues it in the owner's
 //!    [`StreamFences`]. [`fence_later`] only lists the block as *unfenced*, for callers that must not call the driver
 //!    (destructors).
-//! 3. Later calls run [`retry_unfenced`] and [`poll`] or [`poll_some`]; [`wait_all`] waits for the fences instead.
+//! 3. Later calls run [`retry_unfenced`] with [`fence_postponed`], and [`poll`] or [`poll_some`]; [`wait_all`] waits
+//!    for the fences instead.
 //! 4. Passed fences go to [`FenceOwner::complete`]; a block with no fences left is reclaimed there.
 //!
 //! The allocator implements [`FenceOwner`], which gives access to both structures under its locks. [`wait_for_stream`],
@@ -23,6 +24,9 @@
 //! - An error in one stream does not stop the others; the first error is returned.
 //! - The extra cost of an allocation or free is bounded ([`PENDING_PER_CALL`]), however many streams have fences: each
 //!   call polls some of the streams, round robin. [`poll_of`] polls all that one stream's blocks wait for.
+//! - A stream may be destroyed as soon as the call that frees the block has returned, unless it lives as long as the
+//!   [`Instance`](crate::Instance). So a fence that a destructor, a capture or an error left to a later call is not
+//!   recorded in such a stream, but as an event after all work of the devices, once no capture is active.
 //! - A driver call may unwind, because users can implement the driver trait. No block is leaked when it does.
 //! - No fence is recorded in a stream that takes part in a capture: the event would belong to the capture, and querying
 //!   it would invalidate that. Such a block stays unfenced until the capture is over. No capture begins between the
@@ -37,12 +41,12 @@ mod record;
 mod tests;
 mod uses;
 
-pub(crate) use fencing::{fence, fence_later, retry_unfenced};
+pub(crate) use fencing::{DeviceEvents, fence, fence_later, fence_postponed, retry_unfenced};
 pub(crate) use owner::FenceOwner;
 pub(crate) use poll::{poll, poll_of, poll_some, wait_all};
 pub(crate) use queues::{Fence, PENDING_PER_CALL, StreamFences};
 pub(crate) use record::{
-    Recorded, is_kept, order_after, order_outside_captures, record, record_bystander, record_outside_captures,
-    synchronize, wait_for_devices, wait_for_event, wait_for_stream,
+    Recorded, order_after, order_outside_captures, record, record_bystander, record_outside_captures, synchronize,
+    wait_for_devices, wait_for_event, wait_for_stream,
 };
 pub(crate) use uses::StreamUses;

@@ -20,7 +20,7 @@ pub(crate) fn poll_some(owner: &impl FenceOwner) -> Result<()> {
     while unseen > 0 && budget > 0 {
         let oldest = owner.with_fences(|fences| fences.oldest_after(last, budget.min(unseen)));
         let Some(newest) = oldest.last() else { break };
-        (last, unseen) = (Some(newest.stream), unseen - oldest.len());
+        (last, unseen) = (Some(newest.fenced), unseen - oldest.len());
         let (pending, polled) = poll_streams(owner, oldest);
         outcome = outcome.and(polled);
         budget -= pending.min(budget);
@@ -53,7 +53,7 @@ fn poll_streams(owner: &impl FenceOwner, oldest: Vec<Fence>) -> (usize, Result<(
                 Ok(false) if crate::defect::Defect::PollForgetsToAsk.is_on() => owner.complete(&fence),
                 Ok(true) => {
                     owner.complete(&fence);
-                    next = owner.with_fences(|fences| fences.oldest_of(fence.stream));
+                    next = owner.with_fences(|fences| fences.oldest_of(fence.fenced));
                 }
                 Ok(false) => pending += 1,
                 Err(error) => {
@@ -73,13 +73,13 @@ pub(crate) fn wait_all(owner: &impl FenceOwner) -> Result<()> {
     let (mut failed, mut outcome) = (None, Ok(()));
     // Waits for each fence: that the last one of a stream has passed says nothing about the others.
     for fence in all {
-        if failed == Some(fence.stream) {
+        if failed == Some(fence.fenced) {
             continue;
         }
         match owner.instance().driver().event_synchronize(fence.event.id()) {
             Ok(()) => owner.complete(&fence),
             Err(error) => {
-                failed = Some(fence.stream);
+                failed = Some(fence.fenced);
                 outcome = outcome.and(Err(error.into()));
             }
         }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
 use std::sync::Arc;
 
-use warpool_driver::StreamId;
+use warpool_driver::{DeviceId, StreamId};
 
 use super::uses::StreamUses;
 use crate::PooledEvent;
@@ -13,16 +13,24 @@ use crate::PooledEvent;
 /// with that few, every fence is polled at every request, as in PyTorch.
 pub(crate) const PENDING_PER_CALL: usize = 64;
 
+/// Whose work a fence is after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Fenced {
+    Stream(StreamId),
+    /// That of all streams of a device, among them some that may not be named.
+    Device(DeviceId),
+}
+
 /// The fences of one device of an allocator by stream, and the unfenced blocks. `K` names a freed block.
 #[derive(Debug)]
 pub(crate) struct StreamFences<K> {
     /// Each queue is ordered by sequence number; no queue is empty.
-    queues: BTreeMap<StreamId, VecDeque<Queued<K>>>,
+    queues: BTreeMap<Fenced, VecDeque<Queued<K>>>,
     next_sequence: u64,
     /// How many fences of each stream (second) the blocks of a stream (first) wait for.
-    by_owner: BTreeMap<(StreamId, StreamId), u32>,
+    by_owner: BTreeMap<(StreamId, Fenced), u32>,
     /// The stream that was polled last, if a call polls only some of them.
-    last_polled: Option<StreamId>,
+    last_polled: Option<Fenced>,
     unfenced: Vec<K>,
     /// If true, nothing is queued any more.
     closed: bool,
@@ -41,7 +49,7 @@ struct Queued<K> {
 /// the fence meanwhile.
 #[derive(Clone, Debug)]
 pub(crate) struct Fence {
-    pub(super) stream: StreamId,
+    pub(super) fenced: Fenced,
     sequence: u64,
     pub(super) event: Arc<PooledEvent>,
 }
@@ -73,14 +81,14 @@ impl<K> StreamFences<K> {
 
     /// Removes a fence that has passed and returns its block; `None` if another thread has already done so.
     pub(crate) fn pop(&mut self, fence: &Fence) -> Option<K> {
-        let queue = self.queues.get_mut(&fence.stream)?;
+        let queue = self.queues.get_mut(&fence.fenced)?;
         let at = queue.binary_search_by_key(&fence.sequence, |queued| queued.sequence).ok()?;
         let queued = queue.remove(at)?;
         if queue.is_empty() {
-            self.queues.remove(&fence.stream);
+            self.queues.remove(&fence.fenced);
         }
         if let Some(owner) = queued.owner {
-            let of_owner = (owner, fence.stream);
+            let of_owner = (owner, fence.fenced);
             let count = self.by_owner.get_mut(&of_owner).expect("a queued fence is counted");
             *count -= 1;
             if *count == 0 {
@@ -110,19 +118,19 @@ impl<K> StreamFences<K> {
     /// Queues a fence; returns it if the queues are closed.
     pub(super) fn push(
         &mut self,
-        stream: StreamId,
-        event: PooledEvent,
+        fenced: Fenced,
+        event: Arc<PooledEvent>,
         owner: Option<StreamId>,
         key: K,
-    ) -> Option<(PooledEvent, K)> {
+    ) -> Option<(Arc<PooledEvent>, K)> {
         if self.closed {
             return Some((event, key));
         }
         let sequence = self.next_sequence;
         self.next_sequence += 1;
-        self.queues.entry(stream).or_default().push_back(Queued { sequence, event: Arc::new(event), owner, key });
+        self.queues.entry(fenced).or_default().push_back(Queued { sequence, event, owner, key });
         if let Some(owner) = owner {
-            *self.by_owner.entry((owner, stream)).or_default() += 1;
+            *self.by_owner.entry((owner, fenced)).or_default() += 1;
         }
         None
     }
@@ -155,39 +163,40 @@ impl<K> StreamFences<K> {
     }
 
     /// How many streams have fences, and which was polled last if a call polls only some of them.
-    pub(super) fn poll_position(&self) -> (usize, Option<StreamId>) {
+    pub(super) fn poll_position(&self) -> (usize, Option<Fenced>) {
         (self.queues.len(), self.last_polled.filter(|_| self.has_many_streams()))
     }
 
-    pub(super) fn set_last_polled(&mut self, last: Option<StreamId>) {
+    pub(super) fn set_last_polled(&mut self, last: Option<Fenced>) {
         self.last_polled = last;
     }
 
     /// The oldest fences of up to `count` streams: those after `last`, then from the first.
-    pub(super) fn oldest_after(&self, last: Option<StreamId>, count: usize) -> Vec<Fence> {
+    pub(super) fn oldest_after(&self, last: Option<Fenced>, count: usize) -> Vec<Fence> {
         let after = last.map_or(Bound::Unbounded, Bound::Excluded);
         let wrapped = last.map(|last| self.queues.range(..=last)).into_iter().flatten();
         let streams = self.queues.range((after, Bound::Unbounded)).chain(wrapped);
-        streams.take(count).filter_map(|(&stream, _)| self.oldest_of(stream)).collect()
+        streams.take(count).filter_map(|(&fenced, _)| self.oldest_of(fenced)).collect()
     }
 
     /// The oldest fence of each stream that blocks of `owner` wait for.
     pub(super) fn oldest_for(&self, owner: StreamId) -> Vec<Fence> {
-        let of_owner = self.by_owner.range((owner, StreamId(0))..).take_while(|((other, _), _)| *other == owner);
-        of_owner.filter_map(|(&(_, stream), _)| self.oldest_of(stream)).collect()
+        let of_owner =
+            self.by_owner.range((owner, Fenced::Stream(StreamId(0)))..).take_while(|((other, _), _)| *other == owner);
+        of_owner.filter_map(|(&(_, fenced), _)| self.oldest_of(fenced)).collect()
     }
 
-    pub(super) fn oldest_of(&self, stream: StreamId) -> Option<Fence> {
-        let queued = self.queues.get(&stream)?.front()?;
-        Some(Fence { stream, sequence: queued.sequence, event: Arc::clone(&queued.event) })
+    pub(super) fn oldest_of(&self, fenced: Fenced) -> Option<Fence> {
+        let queued = self.queues.get(&fenced)?.front()?;
+        Some(Fence { fenced, sequence: queued.sequence, event: Arc::clone(&queued.event) })
     }
 
     /// Every fence, in the order of streams and then of age.
     pub(super) fn all(&self) -> Vec<Fence> {
-        let of_stream = |(&stream, queue)| {
+        let of_stream = |(&fenced, queue)| {
             let queue: &VecDeque<Queued<K>> = queue;
             queue.iter().map(move |queued| Fence {
-                stream,
+                fenced,
                 sequence: queued.sequence,
                 event: Arc::clone(&queued.event),
             })

@@ -4,6 +4,8 @@
 //! still join a capture meanwhile, and captures that are begun without a graph are not blocked, so the status is read
 //! again after an event was recorded.
 
+use std::sync::Arc;
+
 use warpool_driver::{DeviceId, ErrorCode, EventId, EventScope, StreamId};
 
 use super::owner::FenceOwner;
@@ -78,6 +80,31 @@ fn record_destroyed(owner: &impl FenceOwner) -> Result<Recorded> {
     Ok(if waited { Recorded::AlreadyDone } else { Recorded::CaptureActive })
 }
 
+/// Events after all work that the devices hold now, which name no stream: one for each device in use, or none for a
+/// device that was waited for because its driver has no such events. `None` if a capture is active.
+pub(super) fn record_devices(owner: &impl FenceOwner) -> Result<Option<Vec<Arc<PooledEvent>>>> {
+    let instance = owner.instance();
+    if owner.has_captures() {
+        return Ok(None);
+    }
+    let Some(_held_off) = instance.hold_off_captures() else { return Ok(None) };
+    let mut events = Vec::new();
+    for device in instance.devices() {
+        if !instance.driver().context_is_active(device.id())? {
+            continue;
+        }
+        let event = device.event_pool().take()?;
+        match instance.driver().event_record_context(event.id()) {
+            Ok(()) => events.push(Arc::new(event)),
+            // Captures that were begun without a graph.
+            Err(error) if error.code == ErrorCode::StreamCaptureUnsupported => return Ok(None),
+            Err(error) if error.code == ErrorCode::NotSupported => device.synchronize()?,
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(Some(events))
+}
+
 /// Waits for all work of all devices. Returns `false` without waiting if a capture is active, since the wait would
 /// invalidate it. No capture can begin during the wait.
 pub(crate) fn wait_for_devices(instance: &Instance) -> Result<bool> {
@@ -92,12 +119,10 @@ pub(crate) fn wait_for_devices(instance: &Instance) -> Result<bool> {
 
 /// Waits for the work that `stream` holds now. Returns `false` without waiting if a capture forbids it. It waits for an
 /// event and not for the stream: another thread may begin a capture in the stream at any moment, and a wait for the
-/// stream would invalidate it. If the stream's owner may have destroyed it, the devices are waited for instead. If a
-/// capture forbids that, the stream has to exist, as with PyTorch's allocator.
+/// stream would invalidate it. If the stream's owner may have destroyed it, the devices are waited for instead.
 pub(crate) fn wait_for_stream(owner: &impl FenceOwner, stream: StreamId) -> Result<bool> {
-    let instance = owner.instance();
-    if !is_kept(instance, stream)? && !owner.has_captures() && wait_for_devices(instance)? {
-        return Ok(true);
+    if !owner.instance().may_name(stream) {
+        return Ok(!owner.has_captures() && wait_for_devices(owner.instance())?);
     }
     match record(owner, stream)? {
         Recorded::Fenced(event) => {
@@ -108,16 +133,6 @@ pub(crate) fn wait_for_stream(owner: &impl FenceOwner, stream: StreamId) -> Resu
         Recorded::AlreadyDone => Ok(true),
         Recorded::CaptureActive => Ok(false),
     }
-}
-
-/// Whether a stream lives as long as the `Instance`.
-pub(crate) fn is_kept(instance: &Instance, stream: StreamId) -> Result<bool> {
-    for device in instance.devices() {
-        if instance.driver().context_is_active(device.id())? && instance.keeps_stream(device.id(), stream)? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
 }
 
 /// Waits for the work that `stream` holds now. `false` if it is capturing or destroyed.

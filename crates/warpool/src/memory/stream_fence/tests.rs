@@ -113,12 +113,12 @@ fn unfenced_blocks_are_retried_after_the_capture() {
     fence(&owner, now).unwrap();
     fence_later(&owner, later);
     fence_later(&owner, later);
-    retry_unfenced(&owner, usize::MAX, |key| fence(&owner, key)).unwrap();
+    retry_unfenced(&owner, usize::MAX, |key, _| fence(&owner, key)).unwrap();
     assert_eq!(owner.fences.borrow().unfenced(), [now, later]);
     assert_eq!(owner.poll(), []);
     let graph = owner.sim.capture_end(streams[0]).unwrap();
     owner.sim.graph_destroy(graph).unwrap();
-    retry_unfenced(&owner, usize::MAX, |key| fence(&owner, key)).unwrap();
+    retry_unfenced(&owner, usize::MAX, |key, _| fence(&owner, key)).unwrap();
     wait_all(&owner).unwrap();
     assert_eq!(owner.reclaimed.take(), [now, later]);
 }
@@ -133,7 +133,7 @@ fn a_use_that_is_added_while_fences_are_recorded_is_another_use() {
     assert_eq!(after, uses::AfterFencing::List);
     owner.with_fences(|fences| assert!(fences.push_unfenced(key).is_none()));
     owner.reclaim_if_clear(key);
-    retry_unfenced(&owner, usize::MAX, |key| fence(&owner, key)).unwrap();
+    retry_unfenced(&owner, usize::MAX, |key, _| fence(&owner, key)).unwrap();
     assert_eq!(owner.poll(), []);
     owner.run(streams[0]);
     assert_eq!(owner.poll(), [key]);
@@ -159,7 +159,7 @@ fn an_error_in_one_stream_does_not_stop_the_others() {
     assert!(fence(&owner, unrecorded).is_err());
     assert_eq!(owner.uses.borrow()[unrecorded].unfenced(), &streams[..1]);
     owner.faulty.set_plan(FaultPlan::new());
-    retry_unfenced(&owner, usize::MAX, |key| fence(&owner, key)).unwrap();
+    retry_unfenced(&owner, usize::MAX, |key, _| fence(&owner, key)).unwrap();
     wait_all(&owner).unwrap();
     assert_eq!(owner.reclaimed.take(), [0, unrecorded]);
 }

@@ -86,6 +86,11 @@ impl StreamUses {
         self.outstanding -= 1;
     }
 
+    /// Counts further fences, each as outstanding from now on.
+    pub(super) fn add_outstanding(&mut self, fences: u32) {
+        self.outstanding += fences;
+    }
+
     /// The streams to record fences in, each counted as outstanding from now on. `None` if the block is not freed: it
     /// was reclaimed by another thread, and may be allocated again.
     pub(super) fn begin_fencing(&mut self) -> Option<Streams> {

@@ -12,7 +12,7 @@ use warpool_driver::{Access, DeviceId, DevicePtr, Driver, PoolAttribute, PoolId,
 use super::UncachedAllocator;
 use super::source::{Reserved, Source};
 use crate::capture::RelaxedMode;
-use crate::memory::stream_fence::{is_kept, record_outside_captures, synchronize, wait_for_devices};
+use crate::memory::stream_fence::{record_outside_captures, synchronize, wait_for_devices};
 use crate::memory::{OomCause, RawStream, Settings};
 use crate::{Device, Instance, PooledEvent, Result, StreamLease, lock};
 
@@ -120,17 +120,17 @@ impl DriverPool {
     /// Records a free in a stream. If the owner may destroy the stream, its id must not be used later, so an event is
     /// recorded in it now.
     fn note_free(&self, device: DeviceId, stream: StreamId) {
-        let is_kept = is_kept(&self.instance, stream);
+        let is_kept = self.instance.may_name(stream);
         let event = match is_kept {
-            Ok(true) => Ok(None),
-            _ => record_outside_captures(&self.instance, stream),
+            true => Ok(None),
+            false => record_outside_captures(&self.instance, stream),
         };
         let mut frees = lock(&self.state(device).frees);
         let is_full = |frees: &Frees| frees.streams.len() + frees.events.len() >= FREES_MAX;
         match event {
             _ if is_full(&frees) => frees.others = true,
             Ok(Some(event)) => drop(frees.events.insert(stream, event)),
-            Ok(None) if is_kept == Ok(true) => drop(frees.streams.insert(stream)),
+            Ok(None) if is_kept => drop(frees.streams.insert(stream)),
             // A free in a capture is a node of its graph.
             Ok(None) => {}
             Err(error) => {

@@ -6,13 +6,15 @@
 //! - Any other source gets the block back once fences in the other streams have passed, and also one in the block's own
 //!   stream if that may be destroyed meanwhile.
 //!
-//! A block that cannot be released now stays in the table, and every later call tries again.
+//! A block that cannot be released now stays in the table, and every later call tries again. By then the owners of its
+//! streams may have destroyed them: a later call names only those that live as long as the instance, and waits for the
+//! others by events after all work of the devices.
 //!
 //! For a stream-ordered source no capture begins or ends between the check of the streams and the free. Any other
 //! source is user code, and captures must not wait for user code.
 
 use rustc_hash::FxHashMap;
-use warpool_driver::{CaptureId, ErrorCode, RawHandle, StreamId};
+use warpool_driver::{CaptureId, ErrorCode, EventScope, RawHandle, StreamId};
 
 use super::source::Source;
 use super::table::TableEntry;
@@ -20,7 +22,7 @@ use super::{UncachedAllocator, UncachedDevice};
 use crate::capture::{CaptureStatus, FrozenForCall, RelaxedMode};
 use crate::memory::RawStream;
 use crate::memory::report::EntryDetails;
-use crate::memory::stream_fence::{self, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
+use crate::memory::stream_fence::{self, DeviceEvents, FenceOwner, PENDING_PER_CALL, StreamFences, StreamUses};
 use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result, lock};
 
@@ -38,6 +40,11 @@ struct Pass {
 impl Pass {
     fn over_all(waits: bool) -> Self {
         Self { statuses: Some(FxHashMap::default()), waits, polled: false }
+    }
+
+    /// Whether the blocks were freed by earlier calls.
+    fn is_over_all(&self) -> bool {
+        self.statuses.is_some()
     }
 }
 
@@ -90,7 +97,7 @@ impl<S: Source> UncachedAllocator<S> {
     fn process(&self, state: &UncachedDevice, pass: &mut Pass, details: &EntryDetails) {
         let owner = Fencing { allocator: self, state };
         let stay_max = if pass.waits { usize::MAX } else { PENDING_PER_CALL };
-        let fence = |serial| stream_fence::fence(&owner, serial);
+        let fence = |serial, devices: &mut DeviceEvents| stream_fence::fence_postponed(&owner, serial, devices);
         if let Err(error) = stream_fence::retry_unfenced(&owner, stay_max, fence) {
             tracing::warn!(%error, "no event could be recorded behind the use of a freed block; it is retried");
         }
@@ -189,8 +196,15 @@ impl<S: Source> UncachedAllocator<S> {
     }
 
     fn decide_stream_ordered(&self, state: &UncachedDevice, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {
-        let own = self.status(entry.stream, pass)?;
         let others = other_streams(state, entry);
+        let instance = &self.shared.instance;
+        if pass.is_over_all()
+            && !others.iter().chain([&entry.stream]).all(|&stream| instance.may_name(stream))
+            && !crate::defect::Defect::PostponedFenceNamesStream.is_on()
+        {
+            return self.decide_unnamed(state);
+        }
+        let own = self.status(entry.stream, pass)?;
         let statuses = others.iter().map(|&stream| self.status(stream, pass)).collect::<Result<Vec<_>>>()?;
         if let Some(capture) = entry.capture
             && own == CaptureStatus::Capturing(capture)
@@ -212,6 +226,21 @@ impl<S: Source> UncachedAllocator<S> {
             stream_fence::order_after(&self.shared.instance, stream, joined)?;
         }
         Ok(Decision::Release(state.raw_stream(joined)?.0))
+    }
+
+    /// For a block of streams that may not be named: frees it in a stream of the allocator, after all work of the
+    /// devices.
+    fn decide_unnamed(&self, state: &UncachedDevice) -> Result<Decision> {
+        // Not shared by the blocks of a pass: another thread may free blocks meanwhile.
+        let mut devices = DeviceEvents::default();
+        let Some(events) = devices.record(&Fencing { allocator: self, state })? else {
+            return Ok(Decision::NotYet);
+        };
+        let stream = self.source.release_stream(state.id)?;
+        for event in events {
+            self.driver().stream_wait_event(stream, event.id(), EventScope::Plain)?;
+        }
+        Ok(Decision::Release(state.raw_stream(stream)?.0))
     }
 
     /// In the capture that allocated the block the free is a node, after all uses. The block's own stream waits for the
@@ -237,25 +266,31 @@ impl<S: Source> UncachedAllocator<S> {
     /// streams also waits for an event in its own stream, unless that stream lives as long as the instance, and is then
     /// freed in a stream of the allocator.
     fn decide_fenced(&self, state: &UncachedDevice, entry: &TableEntry, pass: &mut Pass) -> Result<Decision> {
-        let is_kept = stream_fence::is_kept(&self.shared.instance, entry.stream)?;
+        let is_kept = self.shared.instance.may_name(entry.stream);
+        let may_name = is_kept || !pass.is_over_all() || crate::defect::Defect::PostponedFenceNamesStream.is_on();
         let owner = Fencing { allocator: self, state };
         let is_fenced = state.with(|table| table.has_fences(entry.serial));
         if !is_fenced || is_kept {
-            let own = self.status(entry.stream, pass)?;
-            if own.refuses_work() {
-                return Ok(Decision::NotYet);
-            }
             let mut streams = other_streams(state, entry);
-            if !is_fenced && streams.is_empty() {
-                return match own {
-                    CaptureStatus::StreamDestroyed => self.decide_after_devices(state, entry, own),
-                    _ => Ok(Decision::Release(own_stream(entry))),
-                };
+            if may_name {
+                let own = self.status(entry.stream, pass)?;
+                if own.refuses_work() {
+                    return Ok(Decision::NotYet);
+                }
+                if !is_fenced && streams.is_empty() {
+                    return match own {
+                        CaptureStatus::StreamDestroyed => self.decide_after_devices(state, entry, own),
+                        _ => Ok(Decision::Release(own_stream(entry))),
+                    };
+                }
             }
             if !is_fenced {
                 streams.extend((!is_kept).then_some(entry.stream));
                 state.with(|table| table.begin_fences(entry.serial, streams));
-                stream_fence::fence(&owner, entry.serial)?;
+                match pass.is_over_all() {
+                    true => stream_fence::fence_postponed(&owner, entry.serial, &mut DeviceEvents::default())?,
+                    false => stream_fence::fence(&owner, entry.serial)?,
+                }
             }
         }
         let is_clear = || owner.with_uses(&entry.serial, |uses| uses.is_clear());

@@ -19,7 +19,7 @@ use super::event::{Event, EventState};
 use super::exec_graph::ExecGraph;
 use super::item::{Template, Work};
 use super::launch::{Launch, LaunchAction};
-use super::stream::{QueuedWork, StreamPoint};
+use super::stream::{QueuedWork, StreamKind, StreamPoint};
 use super::streams::{QueuePosition, Streams};
 use crate::sim::config::{SimConfig, Timing};
 use crate::sim::order::{Epoch, NodeInstance, VectorClock};
@@ -161,6 +161,17 @@ impl Scheduler {
         }
         let recorded = self.events.get_mut(event.0).expect("an event that was looked up");
         recorded.state = EventState::Recorded { point, done_at: is_next.then_some(self.now) };
+    }
+
+    /// The same for all work of a device: in a stream that waits for the others and is then destroyed.
+    pub fn enqueue_record_of_device(&mut self, device: DeviceId, event: EventId, at: u64) {
+        let stream = self.streams.create(device, StreamKind::NonBlocking, 0);
+        let waits = self.streams.order_after_device(stream);
+        let position = self.streams.next_position(stream, waits);
+        let recorded = self.events.get_mut(event.0).expect("an event that was looked up");
+        recorded.state = EventState::Recorded { point: position.point.clone(), done_at: None };
+        self.push(stream, position, Work::Record(event), 0, at);
+        self.destroy_stream(stream);
     }
 
     /// Queues a launch of call number `at`. `launch` makes it for its point.
