@@ -86,6 +86,12 @@ defects! {
     50 WhileRunsOnce: "a body that should run as long as a flag is set runs once";
     51 ShortageDoesNotWait: "pages: a request fails although pending frees would make room for it";
     52 PostponedFenceNamesStream: "a fence that was left to a later call is recorded in a stream that may be destroyed";
+    53 ShortageCountsCallsFirst: "pages: the second attempt before out-of-memory counts driver calls before slots";
+    54 ShortageKeepsPageSize: "pages: the second attempt before out-of-memory creates pages of more than 2 MiB";
+    55 ShortageKeepsOldMappings: "pages: the second attempt before out-of-memory does not wait for old mappings";
+    56 ShortageLeavesPools: "pages: the second attempt before out-of-memory takes no pages of pools marked for it";
+    57 GateForgetsAllocators: "a capture begins or ends while an allocator enqueues an event or a wait";
+    58 ImpossibleWindow: "pages: a window is chosen in which work may still use another page";
 }
 
 #[cfg(test)]
@@ -121,10 +127,10 @@ impl Defect {
     /// Runs `body` with it, in this thread.
     #[cfg(test)]
     pub(crate) fn with<R>(self, body: impl FnOnce() -> R) -> R {
+        // Also if it panics.
+        let _reset = crate::unwind::OnUnwind::new(|| IN_THREAD.set(None));
         IN_THREAD.set(Some(self));
-        let result = body();
-        IN_THREAD.set(None);
-        result
+        body()
     }
 }
 

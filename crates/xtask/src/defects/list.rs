@@ -63,4 +63,10 @@ pub const CAUGHT_BY: &[(&str, &str, &str)] = &[
     ("WhileRunsOnce", "graph conditional::a_while", "replays:50"),
     ("ShortageDoesNotWait", "warpool paged::tests::shortage", "pages:100"),
     ("PostponedFenceNamesStream", "uncached gone_streams::a_postponed_fence", "streams:50"),
+    ("ShortageCountsCallsFirst", "warpool paged::tests::shortage", "pages:1000"),
+    ("ShortageKeepsPageSize", "warpool paged::tests::shortage", "pages:1000"),
+    ("ShortageKeepsOldMappings", "warpool paged::tests::shortage", "pages:1000"),
+    ("ShortageLeavesPools", "warpool paged::tests::shortage", "pages:1000"),
+    ("GateForgetsAllocators", "uncached racing_captures", "threads"),
+    ("ImpossibleWindow", "warpool paged::tests::shortage", "pages:200"),
 ];

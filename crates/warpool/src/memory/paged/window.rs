@@ -206,7 +206,7 @@ impl<'a> RunCosts<'a> {
             last = ((last & !(unit - 1)) + unit).min(hole.end) - 1;
         }
         let (before, all) = (self.sums[(first - self.first) as usize], self.sums[(last + 1 - self.first) as usize]);
-        if all.blocked > before.blocked {
+        if all.blocked > before.blocked && !crate::defect::Defect::ImpossibleWindow.is_on() {
             return;
         }
         let (pages, calls) = (all.pages - before.pages, all.calls - before.calls);

@@ -19,6 +19,7 @@ mod take;
 
 use warpool_driver::StreamId;
 
+use crate::defect::Defect;
 use crate::memory::paged::address_space::Location;
 use crate::memory::paged::device::PagedDevice;
 use crate::memory::paged::heap::{Heap, kind_of, rounded};
@@ -114,7 +115,8 @@ impl Fill<'_> {
             let limited = self.device.limit().is_some_and(|limit| limit < self.device.bytes_total);
             return Ok(Err(if limited { OomCause::Limit } else { OomCause::Device }));
         }
-        self.page_slots = if self.request.on_oom { 1 } else { self.new_page_slots(kind) };
+        let on_oom = self.request.on_oom && !Defect::ShortageKeepsPageSize.is_on();
+        self.page_slots = if on_oom { 1 } else { self.new_page_slots(kind) };
         self.own_page = bytes <= self.table.slot_bytes && self.table.needs_own_page(self.request.heap);
         self.asks_others = self.request.on_oom || !self.own_page && self.own_free_bytes() < bytes;
         // Pages that cannot be taken back: they are in use by now, or mapped in a window that they belong to.
@@ -141,7 +143,11 @@ impl Fill<'_> {
             self.cell.lock().end_filling(filling, &self.pieces(window));
             match filled? {
                 Filled::Done => {}
-                Filled::Blocked(pages) => excluded.extend(pages),
+                Filled::Blocked(pages) => {
+                    // Otherwise the same window would be chosen for ever.
+                    assert!(pages.iter().any(|page| !excluded.contains(page)), "an impossible window was chosen");
+                    excluded.extend(pages);
+                }
                 Filled::NeedsOthers => self.asks_others = true,
                 Filled::OutOfMemory(cause) => return Ok(Err(cause)),
             }
@@ -160,7 +166,9 @@ impl Fill<'_> {
         old_mappings::undo_some(self.device, self.table, self.details)?;
         retire::retire_unused(self.device, self.table, heap, self.details)?;
         if self.request.on_oom && !self.request.capturing {
-            old_mappings::wait(self.device, self.table, heap, self.details)?;
+            if !Defect::ShortageKeepsOldMappings.is_on() {
+                old_mappings::wait(self.device, self.table, heap, self.details)?;
+            }
             reclaim::release_leaving(self.device, self.table, self.details)?;
         }
         old_mappings::poll(self.device, self.table, heap)?;
@@ -189,7 +197,8 @@ impl Fill<'_> {
             }
         }
         excluded.iter().for_each(|&page| takeable.set(page, false));
-        let (unit, memory_first) = (self.page_slots, self.request.on_oom);
+        let unit = self.page_slots;
+        let memory_first = self.request.on_oom && !Defect::ShortageCountsCallsFirst.is_on();
         let wanted = Wanted { table: self.table, bytes, unit, memory_first, takeable: &takeable };
         window::choose(&wanted, &heap.free_runs(kind, bytes))
     }

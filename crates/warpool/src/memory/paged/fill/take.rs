@@ -154,7 +154,7 @@ impl Fill<'_> {
         let pool = self.device.heaps.get(number).lock().pool;
         match lock(&self.device.pools).takeable(pool) {
             Takeable::After(users) => Some(users),
-            Takeable::OnOom if self.request.on_oom => Some(Vec::new()),
+            Takeable::OnOom if self.request.on_oom && !Defect::ShortageLeavesPools.is_on() => Some(Vec::new()),
             Takeable::OnOom | Takeable::Never => None,
         }
     }

@@ -1,7 +1,8 @@
 //! Requests when memory is short, step by step.
 
 use super::machine::{DEVICE, MIB, Machine};
-use crate::memory::{Allocation, DeviceAllocator as _, Request, Settings};
+use crate::defect::Defect;
+use crate::memory::{Allocation, DeviceAllocator as _, PoolOptions, PrivatePools as _, Request, Settings};
 
 /// A block that its stream has written to.
 fn allocate(machine: &Machine, stream: usize, bytes: u64) -> Allocation {
@@ -29,6 +30,104 @@ fn old_mappings_make_no_request_run_out_of_memory() {
     paged.free(free_later).unwrap();
     // What is left of the fourth page, and three more.
     allocate(0, 8 * MIB - 1024);
+    machine.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    assert_eq!(machine.defect(), None);
+}
+
+/// The first stream has two places for 26 MiB: one of twelve slots between blocks, whose pages the other stream has
+/// now, and one of thirteen slots, of which only the last has no page. The device is full.
+fn two_places(is_paused: bool) -> Machine {
+    let machine = Machine::with_capacity(56 * MIB, 2, Settings::default());
+    if is_paused {
+        machine.sim.pause_stream(machine.streams[0].id()).unwrap();
+    }
+    let allocate = |stream: usize, bytes: u64| allocate(&machine, stream, bytes);
+    allocate(0, 3 * MIB);
+    let between = allocate(0, 26 * MIB);
+    allocate(0, 3 * MIB);
+    let last = allocate(0, 24 * MIB);
+    machine.paged.free(between).unwrap();
+    allocate(1, 24 * MIB);
+    machine.paged.free(last).unwrap();
+    let stats = machine.paged.page_stats(DEVICE).unwrap();
+    assert_eq!((stats.reserved_bytes, stats.totals.taken), (56 * MIB, 12));
+    machine
+}
+
+/// A request that would otherwise fail goes where it needs the fewest slots, however many calls that takes.
+fn the_fewest_slots_count_first() {
+    let machine = two_places(false);
+    machine.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    allocate(&machine, 0, 26 * MIB);
+    machine.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    assert_eq!(machine.defect(), None);
+}
+
+/// It waits for the work that may use the pages that were there before.
+fn old_mappings_are_waited_for() {
+    let machine = two_places(true);
+    allocate(&machine, 0, 26 * MIB);
+    machine.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    assert_eq!(machine.defect(), None);
+}
+
+/// Its pages have 2 MiB: there is no room for a larger one.
+fn the_last_pages_are_small() {
+    let machine = Machine::with_capacity(42 * MIB, 2, Settings::default());
+    machine.paged.set_page_sizes(0, u64::MAX);
+    allocate(&machine, 1, 40 * MIB);
+    allocate(&machine, 0, 2 * MIB);
+    assert_eq!(machine.paged.page_stats(DEVICE).unwrap().reserved_bytes, 42 * MIB);
+}
+
+/// Pages of pools that are marked for it are taken, and only then.
+fn pools_that_are_marked_give_pages() {
+    let machine = Machine::with_capacity(40 * MIB, 2, Settings::default());
+    let paged = &machine.paged;
+    let pool = paged.create_pool(DEVICE, PoolOptions { use_on_oom: true, ..PoolOptions::default() }).unwrap();
+    let request = Request::new(DEVICE, machine.streams[0].id(), 20 * MIB).in_pool(pool);
+    let block = paged.allocate_raw(request).unwrap();
+    paged.free(block).unwrap();
+    allocate(&machine, 1, 20 * MIB);
+    assert_eq!(paged.page_stats(DEVICE).unwrap().totals.taken, 0, "the driver had enough");
+    allocate(&machine, 1, 20 * MIB);
+    assert_eq!(paged.page_stats(DEVICE).unwrap().reserved_bytes, 40 * MIB);
+}
+
+/// Each rule of the second attempt, and that the request fails without it.
+#[test]
+fn the_second_attempt_follows_its_rules() {
+    let rules: [(Defect, fn()); 4] = [
+        (Defect::ShortageCountsCallsFirst, the_fewest_slots_count_first),
+        (Defect::ShortageKeepsPageSize, the_last_pages_are_small),
+        (Defect::ShortageKeepsOldMappings, old_mappings_are_waited_for),
+        (Defect::ShortageLeavesPools, pools_that_are_marked_give_pages),
+    ];
+    for (defect, program) in rules {
+        program();
+        let without = std::panic::catch_unwind(|| defect.with(program));
+        assert!(without.is_err(), "{defect:?} makes no difference");
+    }
+}
+
+/// Such a window can never be filled: choosing it must end, and not be tried for ever.
+#[test]
+fn an_impossible_window_is_not_chosen() {
+    two_places_with_room();
+    let without = std::panic::catch_unwind(|| Defect::ImpossibleWindow.with(two_places_with_room));
+    assert!(without.is_err(), "it makes no difference");
+}
+
+/// Work of the first stream may still use what the other stream has taken, so the request goes elsewhere.
+fn two_places_with_room() {
+    let machine = Machine::with_capacity(200 * MIB, 2, Settings::default());
+    machine.sim.pause_stream(machine.streams[0].id()).unwrap();
+    allocate(&machine, 0, 3 * MIB);
+    let between = allocate(&machine, 0, 6 * MIB);
+    allocate(&machine, 0, 3 * MIB);
+    machine.paged.free(between).unwrap();
+    allocate(&machine, 1, 4 * MIB);
+    allocate(&machine, 0, 6 * MIB);
     machine.streams.iter().for_each(|stream| stream.synchronize().unwrap());
     assert_eq!(machine.defect(), None);
 }
