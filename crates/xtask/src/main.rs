@@ -36,7 +36,9 @@ fn main() -> ExitCode {
         ["examples"] => examples::check(root),
         ["defects", options @ ..] => match defects::Options::parse(options) {
             Some(options) => defects::check(root, &options),
-            None => Err("usage: cargo run -p xtask -- defects [--short] [--soak-seconds N] [--only NUMBER]".to_owned()),
+            None => Err("usage: xtask defects [--short] [--soak-seconds N] [--only NUMBER[-LAST]] [--jobs N]
+                     [--prepare FOLDER | --from FOLDER]"
+                .to_owned()),
         },
         _ => {
             eprintln!("usage: cargo run -p xtask -- modules | width | compile-fail | reference | examples | defects");

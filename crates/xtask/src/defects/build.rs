@@ -1,7 +1,7 @@
 //! The command and the tests of `warpool` and `warpool-soak`, built with the feature `planted-defects`, and the list of
 //! defects.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -50,6 +50,32 @@ impl Built {
         Ok(Self { command: command.ok_or("cargo names no command")?, tests })
     }
 
+    /// What [`prepare`](Self::prepare) copied to a folder.
+    pub fn prepared(folder: &Path) -> Result<Self, String> {
+        let folder = folder.canonicalize().map_err(|error| format!("{}: {error}", folder.display()))?;
+        let tests = test_binaries().map(|name| (name.to_owned(), folder.join(format!("test-{name}")))).collect();
+        Ok(Self { command: folder.join("warpool"), tests })
+    }
+
+    /// Copies all that a run needs, without symbols.
+    pub fn prepare(&self, folder: &Path) -> Result<(), String> {
+        std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+        let own = std::env::current_exe().map_err(|error| error.to_string())?;
+        let mut all = vec![("xtask".to_owned(), &own), ("warpool".to_owned(), &self.command)];
+        for name in test_binaries() {
+            let test = self.tests.get(name).ok_or_else(|| format!("no test binary {name:?}"))?;
+            all.push((format!("test-{name}"), test));
+        }
+        for (name, from) in all {
+            let to = folder.join(name);
+            let stripped = Command::new("strip").arg("-o").args([&to, from]).status();
+            if !stripped.map_err(|error| format!("strip: {error}"))?.success() {
+                return Err(format!("strip could not write {}", to.display()));
+            }
+        }
+        Ok(())
+    }
+
     /// The list, which the command has.
     pub fn planted(&self) -> Result<Vec<Planted>, String> {
         let listed = Command::new(&self.command).arg("defects").output();
@@ -69,6 +95,12 @@ impl Built {
         };
         text.lines().map(planted).collect()
     }
+}
+
+/// The test binaries that the list names.
+fn test_binaries() -> impl Iterator<Item = &'static str> {
+    let names: BTreeSet<&str> = CAUGHT_BY.iter().filter_map(|(_, test, _)| test.split(' ').next()).collect();
+    names.into_iter()
 }
 
 /// The executables that a call of cargo builds, by the name of their target.

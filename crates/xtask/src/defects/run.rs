@@ -32,7 +32,8 @@ impl fmt::Display for Found {
 
 pub struct Runner<'a> {
     pub built: &'a Built,
-    pub root: &'a Path,
+    /// Where programs run.
+    pub folder: &'a Path,
 }
 
 /// How a process ended.
@@ -103,7 +104,7 @@ impl Runner<'_> {
         let mut child = Command::new(program)
             .args(arguments)
             .env("WARPOOL_DEFECT", defect.to_string())
-            .current_dir(self.root.join("crates/warpool"))
+            .current_dir(self.folder)
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
