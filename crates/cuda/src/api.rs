@@ -14,16 +14,19 @@ use cudarc::driver::sys::{self, *};
 use crate::shared_library::{MissingSymbol, SharedLibrary};
 
 /// Declares the table: `field: binding(arguments);`, or `field: binding as "symbol"(arguments);` where a newer symbol
-/// has the binding's signature.
+/// has the binding's signature. The functions of the last group are newer than the bindings: nothing checks their
+/// signatures.
 macro_rules! api {
     (
         required { $($field:ident: $symbol:ident($($arg:ty),*);)* }
         optional { $($opt_field:ident: $opt_binding:ident $(as $opt_symbol:literal)? ($($opt_arg:ty),*);)* }
+        newer { $($new_field:ident: $new_symbol:ident($($new_arg:ty),*);)* }
     ) => {
         /// The driver's functions. Those of CUDA 12.0 are always present; newer ones may be missing.
         pub(crate) struct Api {
             $(pub(crate) $field: unsafe extern "C" fn($($arg),*) -> u32,)*
             $(pub(crate) $opt_field: Option<unsafe extern "C" fn($($opt_arg),*) -> u32>,)*
+            $(pub(crate) $new_field: Option<unsafe extern "C" fn($($new_arg),*) -> u32>,)*
         }
 
         impl Api {
@@ -37,6 +40,10 @@ macro_rules! api {
                     $($opt_field: {
                         // SAFETY: the signature is the binding's, which `SIGNATURES` checks.
                         unsafe { library.find(symbol_name!($opt_binding $($opt_symbol)?)) }
+                    },)*
+                    $($new_field: {
+                        // SAFETY: the signature is that of CUDA's header.
+                        unsafe { library.find(stringify!($new_symbol)) }
                     },)*
                 })
             }
@@ -53,13 +60,18 @@ macro_rules! api {
                         unsafe extern "C" fn stub($(_: $opt_arg),*) -> u32 { 0 }
                         Some(stub)
                     },)*
+                    $($new_field: {
+                        unsafe extern "C" fn stub($(_: $new_arg),*) -> u32 { 0 }
+                        Some(stub)
+                    },)*
                 }
             }
 
             /// The symbols, for tests.
             #[cfg(test)]
             pub(crate) const SYMBOLS: &[&str] =
-                &[$(stringify!($symbol),)* $(symbol_name!($opt_binding $($opt_symbol)?),)*];
+                &[$(stringify!($symbol),)* $(symbol_name!($opt_binding $($opt_symbol)?),)*
+                    $(stringify!($new_symbol),)*];
         }
 
         /// Compares each signature with cudarc's. Never called; it only has to compile.
@@ -211,10 +223,12 @@ api! {
             cuGraphConditionalHandleCreate(*mut CUgraphConditionalHandle, CUgraph, CUcontext, c_uint, c_uint);
         stream_begin_capture_to_graph: cuStreamBeginCaptureToGraph(
             CUstream, CUgraph, *const CUgraphNode, *const CUgraphEdgeData, usize, CUstreamCaptureMode);
-        // Since 12.5.
-        ctx_record_event: cuCtxRecordEvent(CUcontext, CUevent);
         // Since 12.4.
         func_get_param_info: cuFuncGetParamInfo(CUfunction, usize, *mut usize, *mut usize);
+    }
+    newer {
+        // Since 12.5.
+        ctx_record_event: cuCtxRecordEvent(CUcontext, CUevent);
     }
 }
 
