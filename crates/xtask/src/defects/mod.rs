@@ -10,10 +10,6 @@ mod build;
 mod list;
 mod run;
 
-mod build;
-mod list;
-mod run;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::ops::RangeInclusive;
