@@ -126,8 +126,10 @@ pub unsafe extern "C" fn warpool_record_use(ptr: *mut c_void, device: c_int, str
 /// `stream` is NULL or a stream of the driver, and stays alive as long as the process uses this library.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_keep_stream(device: c_int, stream: *mut c_void) -> c_int {
-    // SAFETY: a live stream by this function's contract, which is also what `keep_stream` requires.
-    boundary::status(|| unsafe { runtime::get()?.keep_stream(device, foreign_stream(stream)) })
+    // SAFETY: a live stream by this function's contract.
+    let stream = unsafe { foreign_stream(stream) };
+    // SAFETY: it is never destroyed, by this function's contract.
+    boundary::status(|| unsafe { runtime::get()?.keep_stream(device, stream) })
 }
 
 /// Describes the allocated block that starts at `ptr`.
