@@ -43,7 +43,18 @@ impl Built {
         let tests = match has_tests {
             true => executables(
                 root,
-                &["test", "--no-run", "--package", "warpool", "--package", "warpool-soak", "--lib", "--tests"],
+                &[
+                    "test",
+                    "--no-run",
+                    "--lib",
+                    "--tests",
+                    "--package",
+                    "warpool",
+                    "--package",
+                    "warpool-tests",
+                    "--package",
+                    "warpool-soak",
+                ],
             )?,
             false => BTreeMap::new(),
         };
