@@ -4,7 +4,6 @@
 
 use std::ffi::CString;
 use std::fs::{self, OpenOptions};
-use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -151,7 +150,8 @@ impl Graphs for CudaDriver {
         let io_error = |error: io::Error| site.explain(ErrorCode::OperatingSystem, error.to_string());
         // CUDA only writes to files.
         let file = ScratchFile::create().map_err(io_error)?;
-        let path = CString::new(file.0.as_os_str().as_bytes()).map_err(|_| site.error(ErrorCode::OperatingSystem))?;
+        let path =
+            CString::new(file.0.as_os_str().as_encoded_bytes()).map_err(|_| site.error(ErrorCode::OperatingSystem))?;
         // SAFETY: the graph is live, and `graph_lock` is held; the path ends with a 0. No flags: the short form.
         site.check(unsafe { (self.api.graph_debug_dot_print)(object.raw.raw(), path.as_ptr(), 0) })?;
         let bytes = fs::read(&file.0).map_err(io_error)?;

@@ -43,8 +43,8 @@
 //! `graph_lock`; graphs and flags, for which no call waits elsewhere; a graph's `template`; `captures`; a device's
 //! `caller_retains`; `stream_users`; the free slots of an object table; `capture_errors`.
 
-#[cfg(not(all(unix, target_pointer_width = "64", target_endian = "little")))]
-compile_error!("warpool-cuda needs 64-bit little-endian Unix, as the CUDA driver does");
+#[cfg(not(all(target_pointer_width = "64", target_endian = "little")))]
+compile_error!("warpool-cuda needs a 64-bit little-endian target, as the CUDA driver does");
 
 mod api;
 mod callback;
@@ -131,6 +131,9 @@ impl fmt::Display for DriverVersion {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
+    /// On Windows the driver was never tried: there the library only compiles.
+    #[error("CUDA is supported on Linux only")]
+    Platform,
     /// There is no driver on this machine, or not in the loader's search path.
     #[error("no CUDA driver: {0}; install the NVIDIA driver, or add the directory of libcuda.so.1 to LD_LIBRARY_PATH")]
     Library(#[from] MissingLibrary),
@@ -197,6 +200,9 @@ pub struct CudaDriver {
 impl CudaDriver {
     /// Loads and initializes the CUDA driver.
     pub fn open() -> Result<Self, OpenError> {
+        if !cfg!(unix) {
+            return Err(OpenError::Platform);
+        }
         let library = SharedLibrary::open("libcuda", &driver_candidates())?;
         let version = version_of(&library)?;
         if version < OLDEST {

@@ -3,13 +3,13 @@
 //! CUDA maps a piece of physical memory only as a whole, and the caller must pass its size. So the size is stored with
 //! the handle, even for an imported piece, whose size CUDA does not report.
 
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
 
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use cudarc::driver::sys::CUmemAccess_flags_enum as AccessFlags;
 use cudarc::driver::sys::CUmemAllocationHandleType_enum as HandleType;
+use warpool_driver::platform::descriptor;
 use warpool_driver::{
     Access, Call, DeviceAccess, DeviceId, DevicePtr, ErrorCode, Granularity, PhysicalId, PhysicalOptions, Result,
     ShareKind, SharedMemory, VirtualMemory,
@@ -125,10 +125,11 @@ impl VirtualMemory for CudaDriver {
         let physical = self.physical(site, physical)?;
         let shared = match kind {
             ShareKind::PosixFd => {
-                let mut fd: RawFd = -1;
+                let mut fd = -1_i32;
                 self.export(site, physical.raw, HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, &raw mut fd)?;
                 // SAFETY: CUDA opened the descriptor for this call; nothing else owns it.
-                SharedMemory::PosixFd(unsafe { OwnedFd::from_raw_fd(fd) })
+                let fd = unsafe { descriptor::from_number(fd) };
+                SharedMemory::PosixFd(fd.map_err(|_| site.error(ErrorCode::NotSupported))?)
             }
             ShareKind::Fabric => {
                 let mut name = [0_u8; 64];
@@ -186,7 +187,7 @@ impl CudaDriver {
         // A descriptor is passed as the pointer itself, a fabric handle by its address.
         let (handle, kind) = match shared {
             SharedMemory::PosixFd(fd) => {
-                let number = fd.as_raw_fd() as usize;
+                let number = descriptor::number(fd) as usize;
                 (ptr::without_provenance_mut(number), HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
             }
             SharedMemory::Fabric(name) => {

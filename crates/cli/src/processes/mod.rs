@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use warpool_conformance::expect::{expect, expect_slice_eq, require};
 use warpool_conformance::{CheckError, CheckResult, Level, Suite, TestContext, VmContext, checks};
+use warpool_driver::platform::descriptor;
 use warpool_driver::{IpcEventHandle, SharedMemory};
 
 use child::ChildProcess;
@@ -65,7 +66,7 @@ fn another_process_reads_and_writes_shared_memory(context: &TestContext) -> Chec
     context.driver.upload(context.device_id, ptr, &peer::contents_before(seed, bytes))?;
     // Streams do not order work of two processes.
     context.driver.device_synchronize(context.device_id)?;
-    start(context, &Task::Memory { bytes, seed }, Stdio::from(memory))?.finish()?;
+    start(context, &Task::Memory { bytes, seed }, descriptor::into_stdio(memory))?.finish()?;
     let got = context.read_bytes(ptr, bytes as usize)?;
     expect_slice_eq("the memory written by the second process", &got, &peer::contents_after(seed, bytes))
 }

@@ -3,8 +3,8 @@
 
 use std::error::Error;
 use std::io::{self, BufRead, Write};
-use std::os::fd::AsFd as _;
 
+use warpool_driver::platform::descriptor;
 use warpool_driver::{
     Access, DeviceAccess, DeviceId, Driver, EventId, EventScope, IpcEventHandle, Pattern, SharedMemory, StreamOptions,
 };
@@ -88,7 +88,7 @@ fn perform(args: &Args, connection: &mut Connection<'_>) -> PeerResult {
         Task::Event { handle } => wait_on_host(driver, driver.event_import(device, handle)?, connection),
         Task::Stream { handle } => wait_on_stream(driver, device, driver.event_import(device, handle)?, connection),
         Task::Memory { bytes, seed } => {
-            let shared = SharedMemory::PosixFd(io::stdin().as_fd().try_clone_to_owned()?);
+            let shared = SharedMemory::PosixFd(descriptor::of_stdin()?);
             rewrite(driver, device, &shared, *bytes, *seed)
         }
     }

@@ -5,7 +5,8 @@
 //! here panics.
 
 mod clock;
-mod descriptor;
+#[doc(hidden)]
+pub mod descriptor;
 mod mapping;
 mod process;
 
