@@ -11,7 +11,7 @@ use warpool_trace::replay::{DeviceReplay, DeviceReplays, ReplayOptions};
 use warpool_trace::tune::{Candidate, TrialOptions, Tuned, candidates, tune};
 
 use crate::capacity::CapacityArgs;
-use crate::files::{expand_folders, short_names};
+use crate::files::{expand, short_names};
 use crate::inputs::{self, Opened, in_parallel, replay_error};
 use crate::output::{self, CommandError, Output, Result, Verdict};
 use crate::size;
@@ -55,7 +55,7 @@ pub struct Args {
 
 pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     let start = Instant::now();
-    let files = expand_folders(&args.files)?;
+    let files = expand(&args.files)?;
     let names = short_names(&files);
     let extra = parse_extra(&args.r#try)?;
     let opened = open_all(&files, args, quiet)?;

@@ -94,7 +94,7 @@ fn many_files_or_a_folder_are_compared_in_one_table() {
     let output = warpool(&arguments);
     let stdout = text(&output.stdout);
     assert!(stdout.contains("4 recordings"), "{stdout}");
-    assert!(stdout.contains("verdict.growth.pickle.xz differs: "), "{stdout}");
+    assert!(stdout.contains("verdict.growth.pickle.xz differs from verdict.limit.pickle.xz"), "{stdout}");
     let folder = objects(&["explain", RECORDINGS, "--no-fits", "--json"], 0);
     assert!(folder.len() > 20, "{}", folder.len());
     for object in &folder {
