@@ -15,6 +15,7 @@ list=$1 parts=$2
 mkdir -p "$parts"
 first=${SLURM_ARRAY_TASK_MIN:-0}
 # Every N-th line, from the task's own.
-mapfile -t files < <(awk -v at=$((SLURM_ARRAY_TASK_ID - first)) -v of="$SLURM_ARRAY_TASK_COUNT" 'NR % of == (at + 1) % of' "$list")
+at=$(((SLURM_ARRAY_TASK_ID - first + 1) % SLURM_ARRAY_TASK_COUNT))
+mapfile -t files < <(awk -v at=$at -v of="$SLURM_ARRAY_TASK_COUNT" 'NR % of == at' "$list")
 [ ${#files[@]} -gt 0 ] || exit 0
 exec warpool summarize --jobs "${SLURM_CPUS_PER_TASK:-1}" -o "$parts/$SLURM_ARRAY_TASK_ID.json" "${files[@]}"

@@ -1,5 +1,6 @@
 """Tests of `warpool.summarize`, `merge` and `explain_ranks`, and of the examples on Slurm and Ray. WARPOOL_COMMAND is
-the command, whose answers must be the same. Ray's example runs where `ray` is installed, or WARPOOL_RAY_PYTHON has it."""
+the command, whose answers must be the same. Ray's example runs where `ray` is installed, or WARPOOL_RAY_PYTHON has
+it."""
 
 import importlib.util
 import json

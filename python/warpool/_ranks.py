@@ -56,7 +56,7 @@ class Ranks(Answer):
     _TABLE = "ranks"
 
     ranks: Records
-    """All in natural order: `name`, `rank`, `verdict`, `peak_needed_bytes`, `margin_bytes`, `group`, `error` and more."""
+    """All in natural order: `name`, `rank`, `verdict`, `peak_needed_bytes`, `margin_bytes`, `error` and more."""
     groups: Records
     """Equal ranks: `first`, `names`, and `difference` from the largest group."""
     limiting: Sequence[str]

@@ -1,5 +1,5 @@
-//! Names of input files: `-` for the standard input or a list on it, folders, patterns, and short names that distinguish
-//! files.
+//! Names of input files: `-` for the standard input or a list on it, folders, patterns, and short names that
+//! distinguish files.
 
 use std::io::BufRead as _;
 use std::path::{Path, PathBuf};
@@ -108,8 +108,8 @@ fn of_pattern(pattern: &Path) -> Result<Vec<PathBuf>> {
     Ok(in_natural_order(files))
 }
 
-/// Whether the standard input is a list: its first line names a file or a folder. No recording begins like that. What is
-/// looked at stays in the buffer.
+/// Whether the standard input is a list: its first line names a file or a folder. No recording begins like that. What
+/// is looked at stays in the buffer.
 fn stdin_is_list() -> bool {
     let mut stdin = std::io::stdin().lock();
     let Ok(start) = stdin.fill_buf() else { return false };

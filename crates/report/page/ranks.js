@@ -91,7 +91,9 @@ export class RanksPage {
       limiting: (row) => place.get(rows[row].name) ?? rows.length,
       group: (row) => (rows[row].group ?? rows.length) * rows.length + row,
     }[this.order];
-    const matches = ({ name, file, host }) => [name, file, host ?? ""].some((it) => it.toLowerCase().includes(this.text));
+    const matches = ({ name, file, host }) => {
+      return [name, file, host ?? ""].some((it) => it.toLowerCase().includes(this.text));
+    };
     this.shown = rows.map((_, at) => at).filter((at) => matches(rows[at])).sort((a, b) => key(a) - key(b));
     byId("found").textContent = this.text ? `${formatCount(this.shown.length)} of ${formatCount(rows.length)}` : "";
     this.rowHeight = Math.min(22, Math.max(4, Math.floor(640 / Math.max(1, this.shown.length))));
@@ -198,7 +200,8 @@ export class RanksPage {
       link.href = row.link;
       tools.push(link);
     } else if (row.file && !row.error) {
-      const button = makeButton("Copy command", () => copyText(`warpool view '${row.file}'`, button), "warpool view FILE");
+      const copy = () => copyText(`warpool view '${row.file}'`, button);
+      const button = makeButton("Copy command", copy, "warpool view FILE");
       tools.push(button);
     }
     byId("rank-tools").replaceChildren(...tools);
@@ -207,7 +210,8 @@ export class RanksPage {
   fillRank(row) {
     const group = this.report.groups[row.group];
     const others = group.names.length - 1;
-    const margin = row.margin_bytes === null ? "–" : `${row.available_assumed ? "~" : ""}${formatBytes(row.margin_bytes)}`;
+    const about = row.available_assumed ? "~" : "";
+    const margin = row.margin_bytes === null ? "–" : `${about}${formatBytes(row.margin_bytes)}`;
     byId("rank-figures").replaceChildren(
       figure("most allocated", formatBytes(row.peak_allocated_bytes)),
       figure("most reserved", formatBytes(row.peak_reserved_bytes)),
@@ -217,7 +221,8 @@ export class RanksPage {
       figure("events", formatCount(row.events)),
     );
     const kinds = row.categories.map(({ name, bytes }) => {
-      return make("tr", "", make("td", "", swatch(theme().categoryNamed(name)), name), make("td", "number", formatBytes(bytes)));
+      const kind = make("td", "", swatch(theme().categoryNamed(name)), name);
+      return make("tr", "", kind, make("td", "number", formatBytes(bytes)));
     });
     byId("rank-categories").replaceChildren(make("tbody", "", ...kinds));
     const holders = row.holders.map(({ name, line, bytes, count }) => {
@@ -225,7 +230,8 @@ export class RanksPage {
       if (line && line !== name) call.append(make("div", "line", `from ${line}`));
       return make("tr", "", call, make("td", "number", formatBytes(bytes)), make("td", "number", formatCount(count)));
     });
-    const head = make("tr", "", make("th", "", "allocated by"), make("th", "number", "bytes"), make("th", "number", "blocks"));
+    const head = make("tr", "", make("th", "", "allocated by"));
+    head.append(make("th", "number", "bytes"), make("th", "number", "blocks"));
     byId("rank-holders").replaceChildren(make("thead", "", head), make("tbody", "", ...holders));
   }
 

@@ -54,13 +54,21 @@ impl JobArgs {
 
 /// Why a recording has no summary.
 pub struct Unread {
-    /// The sentence, without the file's name.
     message: String,
-    /// It needs more memory than it may take.
     needs_more: bool,
 }
 
 impl Unread {
+    /// The sentence, without the file's name.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// Whether it needs more memory than it may take.
+    pub fn needs_more(&self) -> bool {
+        self.needs_more
+    }
+
     fn new(message: String) -> Self {
         Self { message, needs_more: false }
     }
@@ -111,7 +119,7 @@ pub fn summaries(
         let one = |limit: u64| summarize_file(file, &explain, limit, bar);
         let found = match memory_limit {
             Some(limit) => one(limit),
-            None => gate.within(one, |error| error.needs_more),
+            None => gate.within(one, Unread::needs_more),
         };
         found.map_err(|error| error.message)
     };

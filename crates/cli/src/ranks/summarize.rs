@@ -16,8 +16,8 @@ use crate::size;
 
 /// Summarizes recordings where they are, for `warpool merge`
 ///
-/// A part has what a report over many ranks needs of each recording, in some ten kilobytes. `warpool merge` makes of all
-/// parts the report that `warpool explain` makes of all recordings in one place, byte for byte, however they are
+/// A part has what a report over many ranks needs of each recording, in some ten kilobytes. `warpool merge` makes of
+/// all parts the report that `warpool explain` makes of all recordings in one place, byte for byte, however they are
 /// distributed over parts. A recording that cannot be read is in the part as such.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 success, 2 a file cannot be read (the part says which), or the part cannot be \

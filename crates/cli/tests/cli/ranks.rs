@@ -1,4 +1,5 @@
-//! Many recordings: `explain` of a folder, a pattern or a list, `summarize` and `merge`, the heat map of `view`, `tune`.
+//! Many recordings: `explain` of a folder, a pattern or a list, `summarize` and `merge`, the heat map of `view`, and
+//! `tune`.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -194,4 +195,24 @@ fn heat_map_is_written_with_a_page_for_each() {
         assert!(job.0.join(format!("ranks/{name}.html")).is_file(), "{name}");
     }
     assert_usage_error(&["view", &job.path(""), "--device", "0"], &["--device is for one recording"]);
+}
+
+#[test]
+fn one_setting_for_many_is_checked_on_all() {
+    let job = Job::new("tune");
+    let folder = job.path("many");
+    std::fs::create_dir(&folder).expect("a folder");
+    for rank in 0..9 {
+        let from = format!("{RECORDINGS}/verdict.fragmentation.pickle.xz");
+        std::fs::copy(from, format!("{folder}/rank{rank}.pickle.xz")).expect("copied");
+    }
+    let best = objects(&["tune", &folder, "--orders", "1", "--json"], 0).remove(0);
+    assert_eq!(best["fits"], true);
+    assert_eq!(best["files"], serde_json::json!([format!("{folder}/rank0.pickle.xz")]), "one of the only group");
+    assert_eq!(best["checked"], serde_json::json!({ "recordings": 8, "not_on": [] }));
+    std::fs::copy(job.path("rank4.pickle"), format!("{folder}/rank4.pickle")).expect("copied");
+    let output = warpool(&["tune", &folder, "--orders", "1"]);
+    assert_eq!(output.status.code(), Some(2), "one is damaged");
+    let words = text(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(words.contains("The best was replayed on the other 8, and it fits on all of them."), "{words}");
 }

@@ -88,7 +88,10 @@ fn figures_object(row: &RankRow, figures: &Figures) -> Value {
 
 fn group_object(ranks: &Ranks, group: &Group) -> Value {
     let first = &ranks.rows[group.rows[0]];
-    let category = |&(category, before, after): &(Category, u64, u64)| json!({ "name": category.name(), "bytes_before": before, "bytes_after": after });
+    let category = |&(category, before, after): &(Category, u64, u64)| {
+        let name = category.name();
+        json!({ "name": name, "bytes_before": before, "bytes_after": after })
+    };
     let difference = group.difference.as_ref().map(|difference| {
         let changes = difference.holders.iter().take(CHANGES_MAX);
         json!({
