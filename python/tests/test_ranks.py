@@ -81,8 +81,8 @@ class Many(unittest.TestCase):
         self.assertIn("No such file", missing.error)
         with self.assertRaisesRegex(warpool.InputError, "is not a part"):
             warpool.merge(content)
-        with self.assertRaisesRegex(warpool.OptionError, "no option colour"):
-            warpool._ranks._library.answer("merge", {"colour": 1}, [])  # type: ignore[attr-defined]
+        with self.assertRaisesRegex(warpool.OptionError, "is not in the table"):
+            warpool.explain_ranks([content], gpu="nosuch")
 
     def test_slurm_array(self) -> None:
         """The script as Slurm runs it: once for each task, with Slurm's variables. No Slurm is needed for that."""
