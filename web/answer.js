@@ -51,11 +51,9 @@ export function fileElement({ file, devices, error }, actions) {
     element("div", { className: "tools" }, ...actions));
 }
 
-/** Several files in one table. */
-export function ranksElement({ table, differences }) {
-  const none = "None differs from the others by more than 5 % in what is allocated or reserved.";
-  const sentences = differences.length > 0 ? differences : [none];
-  return element("article", {}, tableElement(table), ...paragraphs(sentences));
+/** Several files: who limits, in what they differ, and tables. */
+export function ranksElement({ headline, sentences, tables }) {
+  return element("article", {}, element("h2", {}, headline), ...paragraphs(sentences), ...tables.map(tableElement));
 }
 
 /** What two files hold at their moments. */

@@ -11,9 +11,19 @@ unset WARPOOL_CONF PYTORCH_CUDA_ALLOC_CONF
 
 cargo build --package warpool-torch --package warpool-python --package warpool-cli
 export WARPOOL_ANSWERS_LIBRARY=$target/debug/libwarpool_answers.so WARPOOL_COMMAND=$target/debug/warpool
-for test in answers native enable sleep backend compare; do
+# Ray's example, where the package can be installed; a test says so where not.
+ray=$target/ray
+if ! "$ray/bin/python" -c "import ray" 2>/dev/null; then
+  python3 -m venv --clear "$ray" && timeout 600 "$ray/bin/pip" install --quiet --disable-pip-version-check ray || true
+fi
+if "$ray/bin/python" -c "import ray" 2>/dev/null; then
+  export WARPOOL_RAY_PYTHON=$ray/bin/python
+fi
+for test in answers ranks native enable sleep backend compare; do
   PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so python3 "python/tests/test_$test.py"
 done
+# Through torch.distributed, where this Python has PyTorch; it says so where not.
+PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so python3 python/tests/torch_ranks.py
 # The C++ layer, against the headers of one version of PyTorch, with its libc10 and libc10_cuda.
 if ! command -v "${CXX:-c++}" >/dev/null; then
   echo "a C++ compiler is not installed: the C++ layer was NOT compiled"

@@ -1,7 +1,8 @@
 """Warpool for Python: answers about recordings of GPU memory, and PyTorch's allocator.
 
 `warpool.explain`, `replay`, `tune`, `diff` and `view` are the commands of these names as functions: they take a
-recording's path, its bytes, or what `torch.cuda.memory._snapshot()` returns. `warpool.torch` makes Warpool PyTorch's
+recording's path, its bytes, or what `torch.cuda.memory._snapshot()` returns. `explain_ranks`, `summarize` and `merge`
+are about the many recordings of one job. `warpool.torch` makes Warpool PyTorch's
 allocator, `python -m warpool` is the command `warpool`. This module needs neither PyTorch nor a GPU, and loads a shared
 object only when one of its functions is called.
 """
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ._answers import Difference, Explanation, Page, Replay, Tuning
     from ._ask import diff, explain, replay, tune, view
     from ._library import InputError, OptionError
+    from ._ranks import Part, Ranks, explain_ranks, merge, summarize
     from ._records import Record, Records
 
 __all__ = [
@@ -24,6 +26,8 @@ __all__ = [
     "InputError",
     "OptionError",
     "Page",
+    "Part",
+    "Ranks",
     "Record",
     "Records",
     "Replay",
@@ -31,8 +35,11 @@ __all__ = [
     "__version__",
     "diff",
     "explain",
+    "explain_ranks",
     "library_path",
+    "merge",
     "replay",
+    "summarize",
     "tune",
     "view",
 ]
@@ -42,6 +49,7 @@ _MODULES = {
     "_answers": ("Difference", "Explanation", "Page", "Replay", "Tuning"),
     "_ask": ("diff", "explain", "replay", "tune", "view"),
     "_library": ("InputError", "OptionError"),
+    "_ranks": ("Part", "Ranks", "explain_ranks", "merge", "summarize"),
     "_records": ("Record", "Records"),
 }
 

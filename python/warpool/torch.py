@@ -22,6 +22,7 @@ __all__ = [
     "TagInfo",
     "enable",
     "enabled",
+    "gather_report",
     "page_stats",
     "prepare_sleep",
     "set_settings",
@@ -114,6 +115,22 @@ def page_stats(device: Optional[int] = None) -> Dict[str, int]:
     if device is None:
         device = importlib.import_module("torch").cuda.current_device()
     return _native.page_stats(device)
+
+
+def gather_report(group: Any = None, recording: Any = None, **options: Any) -> Any:
+    """The report over all ranks of a running job: `warpool.Ranks` on the first rank of the group, None on the others.
+
+    Every rank of `group` (the whole job by default) calls it, as a collective of `torch.distributed`. Each summarizes
+    its memory history, and sends some ten kilobytes to the first. Where NCCL is the group's backend that goes through
+    the GPU: give a group of gloo where its memory is short. Call `torch.cuda.memory._record_memory_history()` before
+    the model is made.
+
+    `recording` is what to summarize in place of `torch.cuda.memory._snapshot()`: a path, for example. Further options
+    are those of `warpool.summarize`. A rank whose recording cannot be read is a row of the report.
+    """
+    from . import _ranks
+
+    return _ranks.gather(group, recording, **options)
 
 
 def _torch_before_cuda() -> Any:

@@ -1,7 +1,10 @@
-//! Names of input files: `-` for the standard input, folders, and short names that distinguish files.
+//! Names of input files: `-` for the standard input or a list on it, folders, patterns, and short names that
+//! distinguish files.
 
+use std::io::BufRead as _;
 use std::path::{Path, PathBuf};
 
+use warpool_trace::ranks::{natural_order, short_names as short_paths};
 use warpool_trace::{ReadError, ReadOptions, Recording, read, read_file};
 
 use crate::output::{CommandError, Result, printable};
@@ -28,7 +31,7 @@ pub fn name_without_endings(file: &Path) -> String {
 }
 
 /// Whether a file name stands for the standard input.
-fn is_stdin(file: &Path) -> bool {
+pub fn is_stdin(file: &Path) -> bool {
     file.as_os_str() == "-"
 }
 
@@ -37,56 +40,100 @@ pub fn read_recording(file: &Path, options: &ReadOptions<'_>) -> std::result::Re
     if is_stdin(file) { read(std::io::stdin().lock(), options) } else { read_file(file, options) }
 }
 
-/// The files with the recordings of every folder in its place, by name.
-pub fn expand_folders(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
+/// The recordings: every folder's and every pattern's in its place, in natural order; `-` is a recording, or a list of
+/// files, one in a line.
+pub fn expand(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut listed = Vec::new();
+    for file in files {
+        match is_stdin(file) && stdin_is_list() {
+            true => listed.extend(stdin_lines()?),
+            false => listed.push(file.clone()),
+        }
+    }
+    expand_with(&listed, &|name| stem(name).is_some(), "recordings", ".pickle or .pkl")
+}
+
+/// Parts of summaries, likewise.
+pub fn expand_parts(parts: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    expand_with(parts, &|name| name.ends_with(".json"), "parts", ".json")
+}
+
+fn expand_with(files: &[PathBuf], is_wanted: &dyn Fn(&str) -> bool, what: &str, endings: &str) -> Result<Vec<PathBuf>> {
     let mut expanded = Vec::new();
     for file in files {
-        if is_stdin(file) || !file.is_dir() {
+        if is_stdin(file) || file.is_file() {
             expanded.push(file.clone());
+            continue;
+        }
+        if !file.is_dir() {
+            expanded.extend(of_pattern(file)?);
             continue;
         }
         let error = |error: std::io::Error| CommandError::Usage(format!("{}: {error}", file.display()));
         let entries = std::fs::read_dir(file).map_err(error)?;
         let entries = entries.map(|entry| entry.map(|entry| entry.path())).collect::<std::io::Result<Vec<_>>>();
-        let is_recording = |path: &PathBuf| {
+        let is_wanted = |path: &PathBuf| {
             let name = path.file_name().map(|name| name.to_string_lossy().to_lowercase()).unwrap_or_default();
-            path.is_file() && !name.starts_with('.') && stem(&name).is_some()
+            path.is_file() && !name.starts_with('.') && is_wanted(&name)
         };
-        let mut found: Vec<PathBuf> = entries.map_err(error)?.into_iter().filter(is_recording).collect();
+        let found: Vec<PathBuf> = entries.map_err(error)?.into_iter().filter(is_wanted).collect();
         if found.is_empty() {
-            let message =
-                format!("{}: no recordings in this folder (files that end in .pickle or .pkl)", file.display());
+            let message = format!("{}: no {what} in this folder (files that end in {endings})", file.display());
             return Err(CommandError::Usage(printable(&message)));
         }
-        found.sort();
-        expanded.extend(found);
+        expanded.extend(in_natural_order(found));
     }
     Ok(expanded)
 }
 
+fn in_natural_order(mut files: Vec<PathBuf>) -> Vec<PathBuf> {
+    files.sort_by(|a, b| natural_order(&a.to_string_lossy(), &b.to_string_lossy()));
+    files
+}
+
+/// The files of a pattern that no shell has expanded. A name that is no pattern, and of no file, stays: the error that
+/// it cannot be opened comes later, beside the answers about the others.
+fn of_pattern(pattern: &Path) -> Result<Vec<PathBuf>> {
+    let text = pattern.to_string_lossy();
+    if !text.contains(['*', '?', '[']) {
+        return Ok(vec![pattern.to_owned()]);
+    }
+    let wrong = |error: String| CommandError::Usage(printable(&format!("{text}: {error}")));
+    let found = glob::glob(&text).map_err(|error| wrong(error.to_string()))?;
+    let found = found.collect::<std::result::Result<Vec<PathBuf>, _>>().map_err(|error| wrong(error.to_string()))?;
+    let files: Vec<PathBuf> = found.into_iter().filter(|path| path.is_file()).collect();
+    if files.is_empty() {
+        return Err(wrong("no file has such a name".to_owned()));
+    }
+    Ok(in_natural_order(files))
+}
+
+/// Whether the standard input is a list: its first line names a file or a folder. No recording begins like that. What
+/// is looked at stays in the buffer.
+fn stdin_is_list() -> bool {
+    let mut stdin = std::io::stdin().lock();
+    let Ok(start) = stdin.fill_buf() else { return false };
+    let line = start.split(|&byte| byte == b'\n').next().unwrap_or_default();
+    let Ok(line) = std::str::from_utf8(line) else { return false };
+    let line = line.trim_end_matches('\r');
+    // A path with a zero in it is an error of the system, not a panic.
+    !line.is_empty() && Path::new(line).exists()
+}
+
+fn stdin_lines() -> Result<Vec<PathBuf>> {
+    let lines = std::io::stdin().lock().lines();
+    let lines = lines.collect::<std::io::Result<Vec<String>>>();
+    let lines = lines.map_err(|error| CommandError::Usage(format!("the list on the standard input: {error}")))?;
+    Ok(lines.into_iter().filter(|line| !line.is_empty()).map(PathBuf::from).collect())
+}
+
 /// The shortest names that distinguish the files: the file's own, with as much of its path as needed.
 pub fn short_names(files: &[PathBuf]) -> Vec<String> {
-    let parts: Vec<Vec<String>> = files
-        .iter()
-        .map(|file| file.components().map(|part| part.as_os_str().to_string_lossy().into_owned()).collect())
-        .collect();
-    let name = |index: usize, count: usize| {
-        let parts = &parts[index];
-        parts[parts.len().saturating_sub(count)..].join("/").replace("//", "/")
+    let paths: Vec<String> = files.iter().map(|file| file.to_string_lossy().into_owned()).collect();
+    let name = |(file, name): (&PathBuf, String)| {
+        if is_stdin(file) { "(stdin)".to_owned() } else { printable(&name) }
     };
-    let same_path = |a: usize, b: usize| files[a] == files[b];
-    (0..files.len())
-        .map(|index| {
-            let is_unique = |count: usize| {
-                let own = name(index, count);
-                (0..files.len()).all(|other| same_path(index, other) || name(other, count) != own)
-            };
-            let length = parts[index].len().max(1);
-            let count = (1..length).find(|&count| is_unique(count)).unwrap_or(length);
-            let name = if is_stdin(&files[index]) { "(stdin)".to_owned() } else { name(index, count) };
-            printable(&name)
-        })
-        .collect()
+    files.iter().zip(short_paths(&paths)).map(name).collect()
 }
 
 #[cfg(test)]

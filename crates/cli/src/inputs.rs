@@ -36,12 +36,7 @@ pub fn open(
     bar: &ProgressBar,
 ) -> std::result::Result<Opened, String> {
     begin(bar, "reading");
-    // The size of the standard input is not known: the bar stays empty.
-    let reading = |progress: Progress| {
-        if let Some(total) = progress.bytes_total {
-            show(bar, progress.bytes_read, total);
-        }
-    };
+    let reading = |progress: Progress| show_reading(bar, progress);
     let start = Instant::now();
     let options = ReadOptions { stacks, progress: Some(&reading), memory_limit };
     let recording = read_recording(file, &options).map_err(|error| match error {
@@ -53,6 +48,13 @@ pub fn open(
     let parse_seconds = start.elapsed().as_secs_f64() - input_seconds;
     let memory_limit = memory_limit.unwrap_or_else(|| default_memory_limit(recording.bytes_needed));
     Ok(Opened { recording, input_seconds, parse_seconds, memory_limit })
+}
+
+/// Shows how much of a file is read. The size of the standard input is not known: the bar stays empty.
+pub fn show_reading(bar: &ProgressBar, progress: Progress) {
+    if let Some(total) = progress.bytes_total {
+        show(bar, progress.bytes_read, total);
+    }
 }
 
 /// The error of a replay, with the file's name.
@@ -115,18 +117,29 @@ pub fn in_parallel<T: Send>(
     files: &[PathBuf],
     quiet: bool,
     work: impl Fn(&Path, &ProgressBar) -> std::result::Result<T, String> + Sync,
+    on_result: impl FnMut(usize, std::result::Result<T, String>) -> Result<()>,
+) -> Result<()> {
+    in_parallel_on(workers(files.len()), files, quiet, work, on_result)
+}
+
+/// Likewise on a number of threads.
+pub fn in_parallel_on<T: Send>(
+    workers: usize,
+    files: &[PathBuf],
+    quiet: bool,
+    work: impl Fn(&Path, &ProgressBar) -> std::result::Result<T, String> + Sync,
     mut on_result: impl FnMut(usize, std::result::Result<T, String>) -> Result<()>,
 ) -> Result<()> {
     let bars = progress_bars(quiet);
     let next = AtomicUsize::new(0);
     let (sender, receiver) = mpsc::channel();
     std::thread::scope(|scope| {
-        for _ in 0..workers(files.len()) {
+        for _ in 0..workers {
             scope.spawn(|| {
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(file) = files.get(index) else { return };
-                    let bar = bars.add(progress_bar(file));
+                    let bar = bars.add(progress_bar(file, index, files.len()));
                     // Unwind safe: files share no state. The others are still reported.
                     let result = catch_unwind(AssertUnwindSafe(|| work(file, &bar)))
                         .unwrap_or_else(|_| Err(with_file(file, "internal error, shown above; please report it")));
@@ -163,7 +176,8 @@ pub fn threads_each(files: usize) -> usize {
     (cores() / workers(files)).max(1)
 }
 
-fn cores() -> usize {
+/// How many cores there are.
+pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
@@ -178,12 +192,13 @@ pub fn with_file(file: &Path, message: impl fmt::Display) -> String {
     format!("{}: {message}", file.display())
 }
 
-/// A progress bar; at 0 until there is something to show.
-fn progress_bar(file: &Path) -> ProgressBar {
+/// A progress bar; at 0 until there is something to show. With several files it says which of them it is.
+fn progress_bar(file: &Path, index: usize, count: usize) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(1), ProgressDrawTarget::hidden());
     if let Ok(style) = ProgressStyle::with_template("{msg:9} {bar:30} {percent:>3}%  {prefix}") {
         bar.set_style(style);
     }
-    bar.set_prefix(output::printable(&file.display().to_string()));
+    let number = if count > 1 { format!("{} of {count}: ", index + 1) } else { String::new() };
+    bar.set_prefix(format!("{number}{}", output::printable(&file.display().to_string())));
     bar
 }

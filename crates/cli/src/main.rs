@@ -18,6 +18,7 @@ mod info;
 mod inputs;
 mod output;
 mod processes;
+mod ranks;
 #[cfg(test)]
 mod reference;
 mod replay;
@@ -46,6 +47,7 @@ use processes::peer;
         Exit status: 0 success, 1 a check failed or a limit was exceeded, 2 wrong usage or something is missing.\n\n\
         Examples:\n  \
         warpool explain oom.pickle                explain why a program ran out of memory\n  \
+        warpool explain snapshots/                compare the ranks of a job, and find the one that limits it\n  \
         warpool tune train.pickle                 find the settings that reserve least\n  \
         warpool view oom.pickle -o report.html    draw memory over time, and who holds it, in a page\n  \
         warpool replay snapshot.pickle            replay a PyTorch memory snapshot and compare every address\n  \
@@ -74,6 +76,8 @@ enum Command {
     Tune(tune::Args),
     Diff(diff::Args),
     View(view::Args),
+    Summarize(ranks::SummarizeArgs),
+    Merge(ranks::MergeArgs),
     Settings(settings::Args),
     Soak(soak::Args),
     Bench(bench::Args),
@@ -107,6 +111,12 @@ fn main() -> ExitCode {
         Command::Replay(args) => replay::run(&args, cli.quiet, &mut Output::stdout(args.json)),
         Command::Diff(args) => diff::run(&args, cli.quiet, &mut Output::stdout(args.json)),
         Command::View(args) => view::run(&args, cli.quiet, &mut Output::stdout(args.json)),
+        // Without `-o` the part itself is the output, which is JSON.
+        Command::Summarize(args) => {
+            let mut output = Output::stdout(args.json || args.output.is_none());
+            ranks::summarize(&args, cli.quiet, &mut output)
+        }
+        Command::Merge(args) => ranks::merge(&args, &mut Output::stdout(args.json)),
         Command::Tune(args) => tune::run(&args, cli.quiet, &mut Output::stdout(args.json)),
         Command::Settings(args) => settings::run(&args, &mut Output::stdout(args.json)),
         Command::Soak(args) => soak::run(&args, &mut Output::stdout(args.json)),

@@ -35,7 +35,7 @@ function reportKeys(report) {
   ];
 }
 
-/** Connects the keys. Without a report (in a difference) only the common ones do something. */
+/** Connects the keys. Without a view (in a difference, of ranks) only the common ones do something. */
 export function connectKeys(report) {
   const search = byId("search");
   const dialog = byId("keys");
@@ -55,7 +55,7 @@ export function connectKeys(report) {
     if (event.key === "Escape") {
       if (report.pin?.close()) return;
       report.search("");
-      report.flame.graph.zoomTo(0);
+      report.flame?.graph.zoomTo(0);
       search.blur();
       return;
     }

@@ -1,15 +1,17 @@
-// Starts the page: reads what it shows, and opens the report or the difference.
+// Starts the page: reads what it shows, and opens the report, the difference or the ranks.
 
 import { byId } from "./dom.js";
 import { Report } from "./report.js";
 import { Difference } from "./difference.js";
+import { RanksPage } from "./ranks.js";
 import { connectKeys } from "./keyboard.js";
 
 async function start() {
   const manifest = JSON.parse(byId("manifest").textContent);
   byId("title").textContent = manifest.title;
   byId("title").title = manifest.title;
-  const report = await (manifest.difference ? Difference : Report).open(manifest);
+  const kind = manifest.ranks ? RanksPage : manifest.difference ? Difference : Report;
+  const report = await kind.open(manifest);
   connectKeys(report);
   // For tests, and for curious readers in the console.
   globalThis.warpool = report;

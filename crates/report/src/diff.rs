@@ -151,7 +151,9 @@ pub fn object(files: [&Path; 2], before: &Explanation, after: &Explanation, chan
     })
 }
 
-fn change_object(change: &HolderChange) -> Value {
+/// A group of blocks in both.
+#[must_use]
+pub fn change_object(change: &HolderChange) -> Value {
     json!({
         "kind": change.kind.name(),
         "name": change.name,

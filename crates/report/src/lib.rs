@@ -7,6 +7,7 @@
 pub mod diff;
 pub mod explain;
 pub mod moment;
+pub mod ranks;
 pub mod replay;
 pub mod request;
 pub mod size;

@@ -100,9 +100,15 @@ pub fn category_changes(before: &Moment, after: &Moment) -> Vec<CategoryChange> 
 /// All groups of two explanations, those that changed most first.
 #[must_use]
 pub fn diff(before: &Explanation, after: &Explanation) -> Vec<HolderChange> {
+    holder_changes(&before.moment().holders.groups, &after.moment().holders.groups)
+}
+
+/// The same of two lists of holders.
+#[must_use]
+pub fn holder_changes(before: &[Holder], after: &[Holder]) -> Vec<HolderChange> {
     let mut groups: BTreeMap<Vec<String>, [Vec<&Holder>; 2]> = BTreeMap::new();
-    for (side, explanation) in [before, after].into_iter().enumerate() {
-        for holder in &explanation.moment().holders.groups {
+    for (side, holders) in [before, after].into_iter().enumerate() {
+        for holder in holders {
             groups.entry(without_lines(holder)).or_default()[side].push(holder);
         }
     }

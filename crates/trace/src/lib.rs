@@ -44,6 +44,7 @@ pub mod growth;
 pub mod parallel;
 mod pickle;
 mod printable;
+pub mod ranks;
 mod read;
 pub mod replay;
 mod snapshot;

@@ -241,9 +241,10 @@ def several_files_are_compared(context):
     ranks = page.choose(*paths)["ranks"]
     text = subprocess.run([context.warpool, "explain", *paths], capture_output=True, text=True, check=True).stdout
     words = " ".join(text.split())
-    for sentence in ranks["differences"]:
+    for sentence in [ranks["headline"], *ranks["sentences"]]:
         holds(" ".join(sentence.split()) in words, f"the command says: {sentence}")
-    equal([row[0] for row in ranks["table"]["rows"]], [os.path.basename(path) for path in paths], "the files")
+    rows = [row[0] for row in ranks["tables"][-1]["rows"]]
+    equal(rows, sorted(os.path.basename(path) for path in paths), "the files, by name")
     equal(page.ask(lambda: page.click_on("#compare")), "answered", page.text("#problem"))
     [expected] = context.run("diff", paths[0], paths[1], "--json")
     [found] = [device["object"] for device in page.evaluate("warpool.difference.devices")]

@@ -6,18 +6,20 @@ mod text;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use warpool_report::explain::{Rank, object, outliers, ranks_table};
+use warpool_report::explain::object;
 use warpool_report::moment;
 use warpool_trace::RecordingFormat;
 use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, MomentChoice, explain};
+use warpool_trace::ranks::{Ranks, Summary, explain_and_summarize};
 
 use crate::capacity::CapacityArgs;
-use crate::files::{expand_folders, short_names};
+use crate::files::{expand, short_names};
 use crate::inputs::{self, in_parallel, replay_error, show_progress, threads_each};
 use crate::output::{self, CommandError, Output, Result, Verdict};
+use crate::ranks::{self, JobArgs};
 use crate::size;
 
-/// From this number of explanations on, they are compared in one table instead of written one by one.
+/// From this number of explanations on, they are compared in one report instead of written one by one.
 const RANKS_MIN: usize = 4;
 
 /// Explains why a recorded program ran out of memory, and what would have fitted
@@ -31,18 +33,26 @@ const RANKS_MIN: usize = 4;
 /// Requested bytes are those that the program requested, allocated bytes those of its blocks (with rounding, as
 /// torch.cuda.memory_allocated() counts), reserved bytes those that the allocator has from the driver.
 ///
-/// With four files or more, or a folder of them (one per rank), it compares them and names those that differ.
+/// With four files or more (one per rank), it reports on all: which ran out of memory first, which would next, and in
+/// what groups of equal ranks differ. With --json that takes --ranks.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Exit status: 0 success, 2 a file cannot be read or needs more than --memory-limit.\n\n\
     Examples:\n  \
     warpool explain oom.pickle\n  \
     warpool explain oom.pickle --gpu h100-80gb --framework transformers\n  \
-    warpool explain snapshots/ --no-fits\n  \
+    warpool explain snapshots/ --gpu h100-80gb\n  \
+    warpool explain 'job/*/rank*.pickle' --ranks --json\n  \
+    find job -name '*.pickle' | warpool explain -\n  \
     warpool explain oom.pickle --json")]
 pub struct Args {
-    /// Recordings, or folders of them; `-` is the standard input
+    /// Recordings, or folders or patterns of them; `-` is the standard input: a recording, or a list of files
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
+    /// Report on all recordings as ranks of one job, however many; with --json in one object
+    #[arg(long, conflicts_with = "blocks")]
+    ranks: bool,
+    #[command(flatten)]
+    jobs: JobArgs,
     #[command(flatten)]
     capacity: CapacityArgs,
     /// The moment: `allocated` (most allocated), `reserved` (most reserved), `oom`, the number of an event, or a time
@@ -55,7 +65,7 @@ pub struct Args {
     /// Name the innermost line, whoever's code it is
     #[arg(long, conflicts_with = "framework")]
     all_frames: bool,
-    /// How many rows the tables of holders have
+    /// How many rows the tables of holders, groups and limiting ranks have
     #[arg(long, value_name = "COUNT", default_value_t = 10)]
     rows: usize,
     /// With --json, list every allocated block of the moment: address, requested bytes, event, category and its rule
@@ -70,46 +80,55 @@ pub struct Args {
     /// The most memory of this machine that one file may take, for example 16GiB
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory_limit: Option<u64>,
-    /// One JSON object per file and device
+    /// One JSON object per file and device; with --ranks one for all
     #[arg(long)]
     pub json: bool,
 }
 
 /// The explanation of one device of one file.
 struct Explained {
-    /// The file as it was given.
-    file: PathBuf,
     /// The short name that distinguishes it, with the device if there are several.
     name: String,
     explanation: Explanation,
 }
 
 pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
-    let files = expand_folders(&args.files)?;
+    let files = expand(&args.files)?;
     let names = short_names(&files);
     let frameworks = match args.all_frames {
         true => Frameworks::only(&[]),
         false => Frameworks::default().with(&args.framework),
     };
+    if args.ranks || (files.len() >= RANKS_MIN && !args.json) {
+        let at = args.at.unwrap_or_default();
+        let options = ExplainOptions { capacity: args.capacity.bytes(), at, frameworks, ..ExplainOptions::default() };
+        let ranks = Ranks::new(ranks::summaries(&files, args.jobs, args.memory_limit, &options, quiet)?);
+        ranks::write(&ranks, args.rows, output)?;
+        return ranks::verdict(&ranks);
+    }
     let work = |file: &Path, bar: &ProgressBar| explain_file(file, args, &frameworks, files.len(), bar);
-    let (mut explained, mut unreadable) = (Vec::new(), Vec::new());
+    let (mut explained, mut summaries, mut unreadable) = (Vec::new(), Vec::new(), Vec::new());
     in_parallel(&files, quiet, work, |index, result| {
         match result {
             Ok(devices) => {
                 let several = devices.len() > 1;
-                for explanation in devices {
+                for (explanation, summary) in devices {
+                    summaries.extend(summary);
                     output.object(&object(&files[index], &explanation))?;
                     let device = if several { format!(" GPU {}", explanation.device) } else { String::new() };
                     let name = format!("{}{device}", names[index]);
-                    explained.push(Explained { file: files[index].clone(), name, explanation });
+                    explained.push(Explained { name, explanation });
                 }
             }
             Err(error) => unreadable.push(output::printable(&error)),
         }
         Ok(())
     })?;
-    if explained.len() >= RANKS_MIN {
-        write_ranks(&explained, output)?;
+    // The devices of one process may be as many.
+    if summaries.len() >= RANKS_MIN {
+        if !args.json {
+            ranks::write(&Ranks::new(summaries), args.rows, output)?;
+        }
     } else {
         for (number, explained) in explained.iter().enumerate() {
             if number > 0 {
@@ -124,28 +143,14 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     }
 }
 
-/// Many explanations in one table, and those that differ from the others.
-fn write_ranks(explained: &[Explained], output: &mut Output) -> std::io::Result<()> {
-    let ranks: Vec<Rank<'_>> =
-        explained.iter().map(|Explained { name, explanation, .. }| Rank { name, explanation }).collect();
-    output.texts(&ranks_table(&ranks))?;
-    let Some((sentences, middle)) = outliers(&ranks) else {
-        return output.paragraph("None differs from the others by more than 5 % in what is allocated or reserved.");
-    };
-    for sentence in sentences {
-        output.paragraph(&sentence)?;
-    }
-    let file = output::printable(&explained[middle].file.display().to_string());
-    output.paragraph(&format!("`warpool explain FILE` tells more of one; the middle one is {file}."))
-}
-
+/// The devices of a file, with summaries if they are many.
 fn explain_file(
     file: &Path,
     args: &Args,
     frameworks: &Frameworks,
     files: usize,
     bar: &ProgressBar,
-) -> std::result::Result<Vec<Explanation>, String> {
+) -> std::result::Result<Vec<(Explanation, Option<Summary>)>, String> {
     let opened = inputs::open(file, true, args.memory_limit, bar)?;
     inputs::begin(bar, "replaying");
     let options = ExplainOptions {
@@ -161,5 +166,13 @@ fn explain_file(
         progress: Some(&|progress| show_progress(bar, progress)),
         ..ExplainOptions::default()
     };
-    explain(&opened.recording.snapshot, &options).map_err(|error| replay_error(file, &error))
+    let snapshot = &opened.recording.snapshot;
+    let found = match snapshot.traces.iter().filter(|trace| !trace.is_empty()).count() >= RANKS_MIN {
+        true => explain_and_summarize(snapshot, &file.to_string_lossy(), &options)
+            .map(|found| found.into_iter().map(|(explanation, summary)| (explanation, Some(summary))).collect()),
+        false => {
+            explain(snapshot, &options).map(|found| found.into_iter().map(|explanation| (explanation, None)).collect())
+        }
+    };
+    found.map_err(|error| replay_error(file, &error))
 }

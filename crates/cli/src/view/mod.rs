@@ -1,4 +1,6 @@
-//! `warpool view`: a recording as a page for the browser.
+//! `warpool view`: a recording as a page for the browser; many as a heat map (`heat_map.rs`).
+
+mod heat_map;
 
 use std::path::{Path, PathBuf};
 
@@ -11,9 +13,10 @@ use warpool_trace::explain::{ExplainOptions, Frameworks};
 use warpool_trace::timeline::{TimelineOptions, timelines};
 
 use crate::capacity::CapacityArgs;
-use crate::files::{name_without_endings, short_names};
+use crate::files::{expand, name_without_endings, short_names};
 use crate::inputs::{self, in_parallel, replay_error, show_progress};
 use crate::output::{self, CommandError, Output, Result, Verdict};
+use crate::ranks::JobArgs;
 use crate::size;
 
 /// Writes a page for the browser: memory over time, and who holds it at any moment
@@ -21,7 +24,8 @@ use crate::size;
 /// The page is one HTML file, which needs no network and no server. It shows allocated and cached memory and
 /// fragmentation over time; the segments and blocks, a flame graph and the largest holders at the cursor; allocations
 /// as bands; events and regions that the program named; search by frame; out-of-memory events and retries; stacks to
-/// pin and copy. Record with stacks to see who holds memory: torch.cuda.memory._record_memory_history(). `warpool diff
+/// pin and copy. Of several recordings (the ranks of a job) it is a heat map of their memory over time; a click opens
+/// one. Record with stacks to see who holds memory: torch.cuda.memory._record_memory_history(). `warpool diff
 /// A B -o FILE` compares two recordings in a page.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "A report that exists is replaced; any other file is not.\n\
@@ -29,17 +33,23 @@ use crate::size;
     Examples:\n  \
     warpool view oom.pickle -o report.html\n  \
     warpool view train.pickle --device 0\n  \
+    warpool view snapshots/ -o ranks.html --pages\n  \
     warpool view oom.pickle --json")]
 pub struct Args {
-    /// The recording; `-` is the standard input
-    #[arg(value_name = "FILE")]
-    file: PathBuf,
-    /// The page to write [default: the name of the recording with .html, in the current folder]
+    /// The recording, or several, or a folder or pattern of them; `-` is the standard input
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// The page to write [default: the name of the recording with .html, or ranks.html, in the current folder]
     #[arg(short, long, value_name = "PAGE")]
     output: Option<PathBuf>,
     /// Only this device [default: all; the page has a choice]
     #[arg(long, value_name = "NUMBER")]
     device: Option<u32>,
+    /// Of several recordings, also write the page of each, in a folder beside the heat map; a click leads there
+    #[arg(long)]
+    pages: bool,
+    #[command(flatten)]
+    jobs: JobArgs,
     #[command(flatten)]
     capacity: CapacityArgs,
     /// A package or a part of a path whose code is not your own, beside torch and its companions; may be repeated
@@ -57,11 +67,12 @@ pub struct Args {
 }
 
 pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
-    let files = [args.file.clone()];
+    let files = expand(&args.files)?;
+    let [file] = files.as_slice() else { return heat_map::run(args, &files, quiet, output) };
     let name = short_names(&files).remove(0);
-    let to = args.output.clone().unwrap_or_else(|| default_output(&args.file));
+    let to = args.output.clone().unwrap_or_else(|| default_output(file));
     let mut made = Err(String::new());
-    let work = |file: &Path, bar: &ProgressBar| make(file, &name, args, bar);
+    let work = |file: &Path, bar: &ProgressBar| make(file, &name, args, args.memory_limit, bar);
     in_parallel(&files, quiet, work, |_, result| {
         made = result;
         Ok(())
@@ -69,7 +80,7 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     let (page, devices) = made.map_err(|error| CommandError::Usage(output::printable(&error)))?;
     let bytes = page.write(&to).map_err(CommandError::Usage)?;
     output.object(&json!({
-        "file": args.file.to_string_lossy(),
+        "file": file.to_string_lossy(),
         "page": to.to_string_lossy(),
         "page_bytes": bytes,
         "devices": devices,
@@ -82,8 +93,14 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
 }
 
 /// The page, and the figures of its devices.
-fn make(file: &Path, name: &str, args: &Args, bar: &ProgressBar) -> std::result::Result<(Page, Vec<Value>), String> {
-    let opened = inputs::open(file, true, args.memory_limit, bar)?;
+fn make(
+    file: &Path,
+    name: &str,
+    args: &Args,
+    memory_limit: Option<u64>,
+    bar: &ProgressBar,
+) -> std::result::Result<(Page, Vec<Value>), String> {
+    let opened = inputs::open(file, true, memory_limit, bar)?;
     inputs::begin(bar, "replaying");
     let frameworks = Frameworks::default().with(&args.framework);
     let options = TimelineOptions {

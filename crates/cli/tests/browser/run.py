@@ -19,6 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from devtools import Browser, BrowserError  # noqa: E402
 from expect import equal, holds, size_text  # noqa: E402
 import parts  # noqa: E402
+import ranks  # noqa: E402
 
 RECORDINGS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../../../recordings")
 CHECKS = []
@@ -374,6 +375,7 @@ def script_in_a_recording_stays_text(context):
 
 
 CHECKS.extend(parts.CHECKS)
+CHECKS.extend(ranks.CHECKS)
 
 
 def screenshots(context, folder):

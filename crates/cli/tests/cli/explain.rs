@@ -88,13 +88,14 @@ fn recordings_without_stacks_are_grouped_by_size_and_say_how_to_record_them() {
 
 #[test]
 fn many_files_or_a_folder_are_compared_in_one_table() {
-    let files = ["verdict.limit", "verdict.limit", "verdict.limit", "verdict.growth"].map(recording);
+    let files = ["verdict.limit", "verdict.outside", "verdict.other_pool", "verdict.growth"].map(recording);
     let mut arguments = vec!["explain", "--no-fits"];
     arguments.extend(files.iter().map(String::as_str));
     let output = warpool(&arguments);
     let stdout = text(&output.stdout);
     assert!(stdout.contains("4 recordings"), "{stdout}");
-    assert!(stdout.contains("verdict.growth.pickle.xz differs: "), "{stdout}");
+    let words = words(&output.stdout);
+    assert!(words.contains("verdict.limit.pickle.xz differs from verdict.growth.pickle.xz"), "{stdout}");
     let folder = objects(&["explain", RECORDINGS, "--no-fits", "--json"], 0);
     assert!(folder.len() > 20, "{}", folder.len());
     for object in &folder {

@@ -2,6 +2,7 @@
 
 mod command;
 mod explain;
+mod ranks;
 mod replay;
 mod soak;
 mod streams;

@@ -138,7 +138,7 @@ fn holders_list(holders: &[Holder]) -> Vec<Value> {
 }
 
 /// A group of blocks.
-fn holder_object(holder: &Holder) -> Value {
+pub fn holder_object(holder: &Holder) -> Value {
     json!({
         "name": holder.name,
         "line": holder.line,

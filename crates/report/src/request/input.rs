@@ -77,6 +77,22 @@ impl Source<'_> {
         Ok(Opened { recording, memory_limit, input_seconds, parse_seconds })
     }
 
+    /// All its bytes, for input that is not a recording.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn bytes(&self) -> Result<Vec<u8>> {
+        let read = match self {
+            Self::Path(path) => std::fs::read(path),
+            Self::Bytes(bytes) => Ok(bytes.to_vec()),
+            Self::Stream(stream) => {
+                let mut bytes = Vec::new();
+                (stream.open)().read_to_end(&mut bytes).map(|_| bytes)
+            }
+        };
+        read.map_err(|source| Error::File { path: self.path().to_owned(), source })
+    }
+
     /// A name for a title: that of the file.
     #[must_use]
     pub fn title(&self) -> String {

@@ -13,11 +13,11 @@ macro_rules! scripts {
 }
 
 /// The scripts, each after those that it imports.
-const SCRIPTS: [&str; 27] = scripts!(
+const SCRIPTS: [&str; 28] = scripts!(
     "format.js" "dom.js" "decode.js" "recording.js" "theme.js" "colours.js" "canvas.js" "tooltip.js" "view.js"
     "search.js" "columns.js" "layers.js" "timeline.js" "bands.js" "map.js" "pin.js" "flame.js" "holders.js"
-    "regions.js" "eventrows.js" "eventtable.js" "summary.js" "hash.js" "report.js" "difference.js" "keyboard.js"
-    "main.js"
+    "regions.js" "eventrows.js" "eventtable.js" "summary.js" "hash.js" "report.js" "difference.js" "ranks.js"
+    "keyboard.js" "main.js"
 );
 const STYLE: &str = include_str!("../../page/style.css");
 const TEMPLATE: &str = include_str!("../../page/index.html");

@@ -23,6 +23,9 @@ pub enum MomentKind {
 }
 
 impl MomentKind {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Allocated, Self::Reserved, Self::OutOfMemory, Self::Event];
+
     /// Its name: `allocated`, `reserved`, `oom`, `event`.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -2,33 +2,36 @@
 //! the command prints for people.
 
 use serde_json::{Value, json};
+use warpool::memory::Snapshot;
 use warpool_trace::RecordingFormat;
 use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, MomentChoice, explain};
+use warpool_trace::ranks::{Ranks, Summary, explain_and_summarize};
+use warpool_trace::replay::ReplayError;
 
-use crate::explain::{
-    AdviceText, Rank, Table, advice_texts, headline, object, outliers, ranks_table, sentences, tables,
-};
+use crate::explain::{AdviceText, Table, advice_texts, headline, object, sentences, tables};
+use crate::ranks;
 use crate::request::answer::Answer;
 use crate::request::error::{Error, Result};
-use crate::request::input::Source;
+use crate::request::input::{Opened, Source};
 use crate::request::options::Options;
 use crate::request::work::{Stage, Work};
 
-/// How many rows the tables of holders have.
-const ROWS: usize = 10;
+/// How many rows the tables have.
+pub(super) const ROWS: usize = 10;
 
 /// The options for each recording.
-struct Asked {
+pub(super) struct Asked {
     capacity: Option<u64>,
     frameworks: Frameworks,
     at: MomentChoice,
     skips_fits: bool,
     address_orders: Option<u32>,
-    memory_limit: Option<u64>,
+    pub memory_limit: Option<u64>,
 }
 
 impl Asked {
-    fn new(mut options: Options, command: &str) -> Result<Self> {
+    /// Takes all options that are left.
+    pub fn new(mut options: Options, command: &str) -> Result<Self> {
         let asked = Self {
             capacity: options.capacity()?,
             frameworks: options.frameworks()?,
@@ -43,6 +46,25 @@ impl Asked {
 
     fn explain(&self, source: &Source<'_>, work: &Work) -> Result<Vec<Explanation>> {
         let opened = source.open(true, self.memory_limit, work)?;
+        self.run(&opened, work, explain).map_err(|error| source.replay_error(&error))
+    }
+
+    /// Likewise, with the summaries.
+    fn summarize(&self, source: &Source<'_>, work: &Work) -> Result<Vec<(Explanation, Summary)>> {
+        let opened = source.open(true, self.memory_limit, work)?;
+        let file = source.path().to_string_lossy().into_owned();
+        let summarize =
+            |snapshot: &Snapshot, options: &ExplainOptions<'_>| explain_and_summarize(snapshot, &file, options);
+        self.run(&opened, work, summarize).map_err(|error| source.replay_error(&error))
+    }
+
+    /// Does `answer` with a recording, under the options.
+    pub fn run<T>(
+        &self,
+        opened: &Opened,
+        work: &Work,
+        answer: impl FnOnce(&Snapshot, &ExplainOptions<'_>) -> std::result::Result<T, ReplayError>,
+    ) -> std::result::Result<T, ReplayError> {
         work.begin(Stage::Replaying, 0);
         let options = ExplainOptions {
             capacity: self.capacity,
@@ -57,7 +79,7 @@ impl Asked {
             progress: Some(&|progress| work.replayed(progress)),
             stop: work.stop.clone(),
         };
-        explain(&opened.recording.snapshot, &options).map_err(|error| source.replay_error(&error))
+        answer(&opened.recording.snapshot, &options)
     }
 }
 
@@ -69,12 +91,12 @@ pub fn answer(options: Options, source: &Source<'_>, work: &Work) -> Result<Answ
 }
 
 /// `files`: for each recording its devices, as [`answer`] has them, with advice and tables; or why there is no answer.
-/// `ranks`: all in one table, and what distinguishes those that differ from the others.
+/// `ranks`: the report over all, as the command has it.
 pub fn answer_files(options: Options, sources: &[Source<'_>], work: &Work) -> Result<Answer> {
     let asked = Asked::new(options, "explain_files")?;
-    let (mut files, mut ranks) = (Vec::new(), Vec::new());
+    let (mut files, mut summaries) = (Vec::new(), Vec::new());
     for source in sources {
-        let found = match asked.explain(source, work) {
+        let found = match asked.summarize(source, work) {
             Err(error @ (Error::Stopped | Error::Option(_))) => return Err(error),
             Err(error) => {
                 files.push(json!({ "file": source.file_value(), "error": error.object() }));
@@ -82,17 +104,15 @@ pub fn answer_files(options: Options, sources: &[Source<'_>], work: &Work) -> Re
             }
             Ok(found) => found,
         };
-        let devices: Vec<Value> = found.iter().map(|explanation| device_for_people(source, explanation)).collect();
+        let devices: Vec<Value> = found.iter().map(|(explained, _)| device_for_people(source, explained)).collect();
         files.push(json!({ "file": source.file_value(), "devices": devices }));
-        let several = found.len() > 1;
-        ranks.extend(found.into_iter().map(|explanation| {
-            let device = if several { format!(" GPU {}", explanation.device) } else { String::new() };
-            (format!("{}{device}", source.title()), explanation)
-        }));
+        summaries.extend(found.into_iter().map(|(_, summary)| summary));
     }
-    let ranks: Vec<Rank<'_>> = ranks.iter().map(|(name, explanation)| Rank { name, explanation }).collect();
-    let differences = outliers(&ranks).map(|(sentences, _)| sentences).unwrap_or_default();
-    let ranks = (ranks.len() > 1).then(|| json!({ "table": table(&ranks_table(&ranks)), "differences": differences }));
+    let ranks = (summaries.len() > 1).then(|| {
+        let ranks = Ranks::new(summaries);
+        let tables: Vec<Value> = ranks::tables(&ranks, ROWS).iter().map(table).collect();
+        json!({ "headline": ranks::headline(&ranks), "sentences": ranks::sentences(&ranks), "tables": tables })
+    });
     Ok(Answer::new(json!({ "files": files, "ranks": ranks })))
 }
 
@@ -111,6 +131,6 @@ fn device_for_people(source: &Source<'_>, explanation: &Explanation) -> Value {
     device
 }
 
-fn table(table: &Table) -> Value {
+pub(super) fn table(table: &Table) -> Value {
     json!({ "title": table.title, "columns": table.columns, "rows": table.rows })
 }

@@ -3,6 +3,7 @@
 mod cards;
 mod diff;
 mod explain;
+mod ranks;
 mod replay;
 mod tune;
 mod view;
@@ -18,6 +19,9 @@ pub fn answer(command: &str, options: Options, sources: &[Source<'_>], work: &Wo
     match (command, sources) {
         ("explain", [source]) => explain::answer(options, source, work),
         ("explain_files", [_, ..]) => explain::answer_files(options, sources, work),
+        ("explain_ranks", [_, ..]) => ranks::explain(options, sources, work),
+        ("summarize", [source]) => ranks::summarize(options, source, work),
+        ("merge", [_, ..]) => ranks::merge(options, sources),
         ("replay", [source]) => replay::answer(options, source, work),
         ("tune", [_, ..]) => tune::answer(options, sources, work),
         ("diff", [before, after]) => diff::answer(options, [before, after], work),

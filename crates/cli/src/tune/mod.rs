@@ -1,19 +1,23 @@
-//! `warpool tune`: which settings serve recorded programs best.
+//! `warpool tune`: which settings serve recorded programs best; `many.rs` is about the ranks of a job.
+
+mod many;
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::json;
 use warpool_report::tune::{best, margin, object, recommendation};
 use warpool_trace::RecordingFormat;
 use warpool_trace::replay::{DeviceReplay, DeviceReplays, ReplayOptions};
 use warpool_trace::tune::{Candidate, TrialOptions, Tuned, candidates, tune};
 
 use crate::capacity::CapacityArgs;
-use crate::files::{expand_folders, short_names};
+use crate::files::{expand, short_names};
 use crate::inputs::{self, Opened, in_parallel, replay_error};
 use crate::output::{self, CommandError, Output, Result, Verdict};
+use crate::ranks::JobArgs;
 use crate::size;
 
 /// Finds the settings that serve recorded programs best, by replays
@@ -22,7 +26,8 @@ use crate::size;
 /// control, and ranks them: those that fit first, by peak reserved bytes, then by driver time. Another allocator is
 /// ranked before PyTorch's settings only if it saves 2% and 256 MiB more than these. A candidate is ranked before the
 /// recorded settings only if it saves more than other address orders change. With several recordings it finds one
-/// setting for all.
+/// setting for all. Of more than eight, it tries candidates on one of each group of equal ranks (as `warpool explain`
+/// finds them; at most eight), and replays the best on all others.
 ///
 /// The smallest device is the whole card, with its context: `warpool replay --capacity` fits there in the same address
 /// orders. It is found to within 1% or 64 MiB: on a device that is smaller by twice that, it does not fit.
@@ -32,11 +37,14 @@ use crate::size;
     Examples:\n  \
     warpool tune train.pickle\n  \
     warpool tune rank0.pickle rank1.pickle --gpu h100-80gb\n  \
+    warpool tune snapshots/\n  \
     warpool tune train.pickle --json")]
 pub struct Args {
-    /// Recordings, or folders of them; `-` is the standard input
+    /// Recordings, or folders or patterns of them; `-` is the standard input: a recording, or a list of files
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
+    #[command(flatten)]
+    jobs: JobArgs,
     #[command(flatten)]
     capacity: CapacityArgs,
     /// A further candidate, in the format of PYTORCH_CUDA_ALLOC_CONF; may be repeated
@@ -55,9 +63,9 @@ pub struct Args {
 
 pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     let start = Instant::now();
-    let files = expand_folders(&args.files)?;
-    let names = short_names(&files);
     let extra = parse_extra(&args.r#try)?;
+    let many::Chosen { tried: files, checked: others, unreadable } = many::choose(expand(&args.files)?, args, quiet)?;
+    let names = short_names(&files);
     let opened = open_all(&files, args, quiet)?;
     let mut replays = Vec::new();
     for (file, opened) in files.iter().zip(&opened) {
@@ -80,15 +88,41 @@ pub fn run(args: &Args, quiet: bool, output: &mut Output) -> Result<Verdict> {
     bar.finish_and_clear();
     let tuned = tuned.map_err(|error| CommandError::Usage(error.to_string()))?;
     let exact = devices.iter().all(|device| device.is_exact());
+    let best = best(&tuned).map(|best| &best.candidate);
+    let checked = match best.filter(|_| !others.is_empty()) {
+        Some(best) => Some(many::check(&others, best, args, quiet)?),
+        None => None,
+    };
     for (rank, tuned) in tuned.iter().enumerate() {
-        output.object(&object(rank, tuned, &files))?;
+        let mut object = object(rank, tuned, &files);
+        if let Some(checked) = checked.as_ref().filter(|_| best.is_some_and(|best| best.name == tuned.candidate.name)) {
+            object["checked"] = json!({ "recordings": checked.recordings, "not_on": checked.not_on });
+        }
+        output.object(&object)?;
     }
     let is_rmm = opened.iter().any(|opened| opened.recording.format == RecordingFormat::RmmLog);
     write(&tuned, &names, exact, is_rmm, output)?;
+    if let Some(many::Checked { recordings, not_on }) = &checked {
+        let on = match not_on.len() {
+            0 => "it fits on all of them".to_owned(),
+            count => format!("it does not fit on {count}: {}", not_on.join("; ")),
+        };
+        output.paragraph(&format!(
+            "Tried on {} recordings, one of each group of equal ranks. The best was replayed on the other \
+             {recordings}, and {on}.",
+            files.len()
+        ))?;
+    }
     if !quiet {
         output.line(format!("{} candidates in {:.1} s", tuned.len(), start.elapsed().as_secs_f64()))?;
     }
-    Ok(if tuned.iter().any(Tuned::fits) { Verdict::Success } else { Verdict::Failure })
+    if !unreadable.is_empty() {
+        return Err(CommandError::Usage(
+            unreadable.iter().map(|it| output::printable(it)).collect::<Vec<_>>().join("\nwarpool: "),
+        ));
+    }
+    let fits = tuned.iter().any(Tuned::fits) && checked.is_none_or(|checked| checked.not_on.is_empty());
+    Ok(if fits { Verdict::Success } else { Verdict::Failure })
 }
 
 /// The candidates of `--try`.
