@@ -46,6 +46,7 @@ mod pickle;
 mod printable;
 mod read;
 pub mod replay;
+pub mod requests;
 mod snapshot;
 pub mod stacks;
 mod steps;
