@@ -1,0 +1,1 @@
+"""Predicts the GPU memory of a PyTorch program without a GPU."""
