@@ -1,6 +1,5 @@
 """`torch.cuda` for a machine without one: devices, streams, events and statistics, answered from the log."""
 
-import contextlib
 from typing import Any, Dict, List, Optional
 
 import torch
@@ -163,13 +162,17 @@ def functions(recorder: Any, card: _cards.Card, devices: int, context: int) -> D
             streams.device = self.prev_idx
             return False
 
-    @contextlib.contextmanager
-    def stream_context(stream: Any) -> Any:
-        if stream is None:
-            yield
-            return
-        with stream:
-            yield stream
+    class StreamContext:
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            if self.stream is not None:
+                self.stream.__enter__()
+
+        def __exit__(self, *_: Any) -> None:
+            if self.stream is not None:
+                self.stream.__exit__()
 
     def set_stream(stream: Any) -> None:
         if stream is not None:
@@ -236,10 +239,12 @@ def functions(recorder: Any, card: _cards.Card, devices: int, context: int) -> D
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
-    def graphs(*_: Any, **__: Any) -> Any:
-        raise recorder.assumptions_error(
-            "CUDA graphs are not predicted: run the program without them; what a graph captures has pools of its own"
-        )
+    # Classes, since programs use them in annotations.
+    class Graph:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise recorder.assumptions_error(
+                "CUDA graphs are not predicted: run the program without them; what a graph captures has pools of its own"
+            )
 
     found: Dict[str, Any] = {
         "is_available": lambda: True,
@@ -267,17 +272,17 @@ def functions(recorder: Any, card: _cards.Card, devices: int, context: int) -> D
         "Stream": FakeStream,
         "ExternalStream": FakeStream,
         "Event": FakeEvent,
-        "stream": stream_context,
-        "StreamContext": stream_context,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
         "set_stream": set_stream,
         "current_stream": current_stream,
         "default_stream": lambda device=None: FakeStream(index(device), number=0),
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability[0] >= 8,
         "is_tf32_supported": lambda: card.capability[0] >= 8,
         "is_current_stream_capturing": lambda: False,
-        "graph": graphs,
-        "CUDAGraph": graphs,
-        "make_graphed_callables": graphs,
+        "graph": Graph,
+        "CUDAGraph": Graph,
+        "make_graphed_callables": Graph,
         "manual_seed": seed_all,
         "manual_seed_all": seed_all,
         "seed": nothing,

@@ -295,6 +295,11 @@ def _patch_modules(patches: Patches, recorder: Any) -> None:
                 module._buffers[key] = fn(buffer)
         return module
 
+    # In stacks it is what it stands for, by which kinds of memory are told.
+    before = torch.nn.Module._apply.__code__
+    apply.__code__ = apply.__code__.replace(
+        co_filename=before.co_filename, co_name="_apply", co_firstlineno=before.co_firstlineno
+    )
     patches.set(torch.nn.Module, "_apply", apply)
     for module in (importlib.import_module("torch.optim.optimizer"), importlib.import_module("torch.utils._foreach_utils")):
         patches.set(

@@ -15,7 +15,12 @@ import weakref
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    in_kernel_invocation_manager,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _assume, _values
@@ -28,11 +33,16 @@ _DEVICE = torch.ops.prim.device.default
 # Larger tensors of the host have no memory.
 HOST_BYTES = 1 << 20
 
+# An operator is tried on the host if its arguments are not larger.
+_TRIED_BYTES = 1 << 30
+
 # Change a tensor in place, but not only its elements.
 _CHANGES_SHAPE = frozenset(
     "resize_ resize_as_ resize_output_ set_ transpose_ t_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ detach_ "
     "rename_ requires_grad_ retain_grad_ _resize_output_ sparse_resize_ copy_sparse_to_sparse_".split()
 )
+# Views, whose schema does not say so.
+_VIEWS = frozenset("_unsafe_view _reshape_alias lift_fresh".split())
 _FACTORIES = frozenset(
     "empty zeros ones full rand randn randint arange linspace logspace eye randperm empty_strided scalar_tensor "
     "tril_indices triu_indices hann_window hamming_window blackman_window bartlett_window kaiser_window fft_fftfreq "
@@ -43,7 +53,7 @@ _FACTORIES = frozenset(
 class _Kind:
     """What is known about an operator from its schema."""
 
-    __slots__ = ("changes", "factory", "in_place", "name", "native", "returns_none", "views", "written")
+    __slots__ = ("changes", "composite", "factory", "in_place", "name", "native", "returns_none", "views", "written")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -68,9 +78,13 @@ class _Kind:
             and self.written[0][0] == 0
         )
         self.changes = bool(self.written)
+        # Seen here only in inference mode; elsewhere autograd has taken it apart before.
+        self.composite = func._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        )
         self.factory = self.name in _FACTORIES
-        self.views = not self.changes and any(
-            value.alias_info is not None for value in schema.returns
+        self.views = not self.changes and (
+            self.name in _VIEWS or any(value.alias_info is not None for value in schema.returns)
         )
 
 
@@ -110,6 +124,9 @@ class Recorder(TorchDispatchMode):
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _Kind(func)
+        if kind.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
         fakes, reals = _tensors(args, kwargs)
         device = kwargs.get("device")
         to_cuda = device is not None and torch.device(device).type == "cuda"
@@ -148,7 +165,7 @@ class Recorder(TorchDispatchMode):
             return False
         known = self.values.computed(func, kind, args, kwargs)
         if known is not None:
-            return known
+            return None if known is _values.DONE else known
         if kind.changes:
             self.values.forget(kind, args, kwargs)
         if kind.in_place:
@@ -160,7 +177,40 @@ class Recorder(TorchDispatchMode):
         try:
             return self._shapes.results(func, kind, types, args, kwargs)
         except _assume.NEEDS_VALUES as error:
-            raise self.assumptions.missing(str(error)) from None
+            raise self.assumptions.missing(f"{kind.name}: {error}") from None
+        except UnsupportedOperatorException:
+            return self._tried(func, kind, args, kwargs)
+
+    def _tried(self, func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
+        """The results of an operator whose shapes PyTorch cannot tell: it is carried out on tensors of the host."""
+        fakes, reals = _tensors(args, kwargs)
+        size = sum(each.numel() * each.element_size() for each in fakes)
+        owner = fakes[0].fake_device if fakes else torch.device(kwargs.get("device", "cpu"))
+
+        def host(value: Any) -> Any:
+            if isinstance(value, FakeTensor):
+                known = self.values.of(value)
+                return torch.zeros(tuple(value.shape), dtype=value.dtype) if known is None else known
+            if isinstance(value, (list, tuple)):
+                return type(value)(host(each) for each in value)
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        try:
+            if size > _TRIED_BYTES:
+                raise NotImplementedError(f"its arguments have {size} bytes")
+            made = func(*(host(each) for each in args), **{name: host(each) for name, each in kwargs.items()})
+        except (NotImplementedError, RuntimeError, IndexError) as error:
+            line = self.assumptions.given()[1]
+            raise _assume.PredictionError(
+                f"{line}: PyTorch cannot tell the shapes of the results of {func} without a GPU, and it does not run on "
+                f"the host ({str(error).splitlines()[0]}). Register them with torch.library.register_fake"
+            ) from None
+        if kind.changes:
+            return args[kind.written[0][0]]
+        wrap = self.values.wrapped_shape
+        if isinstance(made, torch.Tensor):
+            return wrap(made, owner)
+        return type(made)(wrap(each, owner) if isinstance(each, torch.Tensor) else each for each in made)
 
     def _on_device(self, func: Any, kind: _Kind, types: Any, args: Any, kwargs: Any) -> Any:
         """An operator on CUDA tensors."""
@@ -170,7 +220,9 @@ class Recorder(TorchDispatchMode):
             self.on_operator()
         self.operators[kind.name] = self.operators.get(kind.name, 0) + 1
         result = self.values.computed(func, kind, args, kwargs)
-        if result is None:
+        if result is _values.DONE:
+            result = None
+        elif result is None:
             if kind.changes:
                 self.values.forget(kind, args, kwargs)
             if kind.in_place:
@@ -241,6 +293,11 @@ class Recorder(TorchDispatchMode):
         if isinstance(result, FakeTensor):
             if result.fake_device.type != "cuda":
                 return []
+            if result.is_sparse:
+                with in_kernel_invocation_manager(self.fake):
+                    parts = (result._indices(), result._values())
+                device = result.fake_device
+                return self._new_outputs([FakeTensor(self.fake, part, device) for part in parts])
             storage = result.untyped_storage()
             return [] if storage._cdata in self.live else [(result, storage)]
         if not isinstance(result, (tuple, list)):

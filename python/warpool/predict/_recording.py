@@ -52,8 +52,10 @@ class Run:
         hidden = _patches.hidden_files()
         own = hidden[1]
         self.log = Log((own, hidden[2], hidden[0] + "utils/_python_dispatch.py", hidden[0] + "_subclasses"), set())
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         fake.allow_meta = True
+        # Its cache gives some results a storage of their own that are views.
+        fake.cache_enabled = False
         self.recorder = _recorder.Recorder(fake, self.log, _table(card), _assume.Assumptions())
         self.recorder.remarks = set()
         self.recorder.assumptions_error = _assume.PredictionError

@@ -173,18 +173,18 @@ class Report:
                 "yes" if row["fits"] else "no",
                 self._smallest(number) or "none in the table",
             ])
-        lines += _table("What it needs", rows)
+        lines += table("What it needs", rows)
         rows = [["memory", "native, expandable, paged" if len(data["settings"]) == 3 else "each of the settings", "cards"]]
         for text, fits, names in _card_groups(data["cards"]):
             rows.append([text, ", ".join("yes" if each else "no" for each in fits), names])
-        lines += _table("Where it fits", rows)
+        lines += table("Where it fits", rows)
         if data["categories"]:
             rows = [["kind", "bytes"]] + [[row["name"], size_text(row["bytes"])] for row in data["categories"]]
-            lines += _table("What holds memory when most is allocated", rows)
+            lines += table("What holds memory when most is allocated", rows)
         if data["holders"]:
             rows = [["bytes", "count", "who"]]
             rows += [[size_text(row["bytes"]), str(row["count"]), row["name"]] for row in data["holders"]]
-            lines += _table("Who holds it", rows)
+            lines += table("Who holds it", rows)
         lines += self._assumed()
         lines.append(
             f"{data['operators']} operators and {data['allocations']} allocations in {data['steps']} steps, recorded in "
@@ -258,19 +258,24 @@ def _line(stacks: Any, number: int) -> str:
 
 
 def _card_groups(cards: List[Dict[str, Any]]) -> List[Tuple[str, List[bool], str]]:
-    """Cards of one size on which the same settings fit, the smallest first."""
-    groups: Dict[Any, List[Dict[str, Any]]] = {}
+    """Cards on which the same settings fit, in rows from the smallest to the largest."""
+    groups: List[List[Dict[str, Any]]] = []
     for card in sorted(cards, key=lambda card: card["bytes"]):
-        groups.setdefault((round(card["bytes"] / 2**30), tuple(card["fits"])), []).append(card)
+        if not groups or groups[-1][-1]["fits"] != card["fits"]:
+            groups.append([])
+        groups[-1].append(card)
     found = []
-    for (size, fits), members in groups.items():
+    for members in groups:
+        least, most = (round(members[at]["bytes"] / 2**30) for at in (0, -1))
+        memory = f"{least} GiB" if least == most else f"{least} to {most} GiB"
         names = [card["name"] for card in members]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        found.append((f"{size} GiB", list(fits), shown))
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        found.append((memory, list(members[0]["fits"]), shown))
     return found
 
 
-def _table(title: str, rows: List[List[str]]) -> List[str]:
+def table(title: str, rows: List[List[str]]) -> List[str]:
+    """A table as lines, the first row of which has the names of the columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [title]
     for row in rows:

@@ -106,7 +106,9 @@ def _described(result: Any, args: Any) -> Optional[Tuple[Any, Any]]:
     """A result, so that it can be made again; `None` if it cannot."""
     if isinstance(result, FakeTensor):
         described = _tensor_described(result)
-        return None if described is None else (None, described)
+        if described is None or result.untyped_storage()._cdata in _storages(args):
+            return None
+        return None, described
     if type(result) not in (list, tuple):
         return None
     parts = []
@@ -121,15 +123,19 @@ def _described(result: Any, args: Any) -> Optional[Tuple[Any, Any]]:
         else:
             return None
     storages = [each.untyped_storage()._cdata for each in result if isinstance(each, FakeTensor)]
-    used = {
-        each.untyped_storage()._cdata
-        for value in args
-        for each in (value if isinstance(value, (list, tuple)) else (value,))
-        if isinstance(each, FakeTensor)
-    }
+    used = _storages(args)
     if len(set(storages)) != len(storages) or used.intersection(storages):
         return None
     return type(result), parts
+
+
+def _storages(args: Any) -> "set[int]":
+    return {
+        each.untyped_storage()._cdata
+        for value in args
+        for each in (value if isinstance(value, (list, tuple)) else (value,))
+        if isinstance(each, FakeTensor) and not each.is_sparse
+    }
 
 
 def _tensor_described(tensor: Any) -> Any:

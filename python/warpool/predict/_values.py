@@ -17,6 +17,9 @@ from . import _assume
 # A twin has at most this many bytes.
 TWIN_BYTES = 4 << 20
 
+# An operator that returns nothing has been carried out on twins.
+DONE = object()
+
 _UNKNOWN = frozenset("empty empty_like empty_strided new_empty new_empty_strided _efficientzerotensor".split())
 
 
@@ -31,7 +34,7 @@ class Values:
         """The values of a tensor; `None` if they are not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor
-        twin = self._twins.get(tensor.untyped_storage()._cdata)
+        twin = None if tensor.is_sparse else self._twins.get(tensor.untyped_storage()._cdata)
         if twin is None:
             return None
         return torch.empty(0, dtype=tensor.dtype).set_(
@@ -42,11 +45,13 @@ class Values:
         """The assumption that the values of a tensor follow from, if they follow from one."""
         if not isinstance(tensor, FakeTensor):
             return None
-        twin = self._twins.get(tensor.untyped_storage()._cdata)
+        twin = None if tensor.is_sparse else self._twins.get(tensor.untyped_storage()._cdata)
         return None if twin is None else twin[2]
 
     def set(self, tensor: Any, value: torch.Tensor, taint: Optional[str] = None) -> None:
         """Gives a tensor a twin with these values."""
+        if tensor.is_sparse or value.is_sparse:
+            return
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if size > TWIN_BYTES:
@@ -73,7 +78,7 @@ class Values:
         for number, name in kind.written:
             value = args[number] if number < len(args) else kwargs.get(name)
             for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, FakeTensor):
+                if isinstance(each, FakeTensor) and not each.is_sparse:
                     self._twins.pop(each.untyped_storage()._cdata, None)
 
     def is_large(self, tensor: torch.Tensor) -> bool:
@@ -138,7 +143,9 @@ class Values:
         if kind.changes:
             if taint is not None:
                 self._tainted(kind, args, kwargs, taint)
-            return None if kind.returns_none and not kind.in_place else self._written(kind, args, kwargs, made)
+            if kind.returns_none:
+                return DONE
+            return self._written(kind, args, kwargs, made)
         return self._wrapped(made, owner, func, args, kwargs, kind, taint)
 
     def _tainted(self, kind: Any, args: Any, kwargs: Any, taint: str) -> None:
@@ -175,6 +182,11 @@ class Values:
             fake = torch.empty_strided(made.size(), made.stride(), dtype=made.dtype, device=owner)
         self.set(fake, made, taint)
         return fake
+
+    def wrapped_shape(self, made: torch.Tensor, owner: Any) -> Any:
+        """A tensor without memory of the same shape and layout."""
+        with self._recorder.fake:
+            return torch.empty_strided(made.size(), made.stride(), dtype=made.dtype, device=owner)
 
     def assumed(self, kind: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Values that are assumed of a result that has none."""
