@@ -64,9 +64,14 @@ class Log:
 
     def free(self, block: Block) -> None:
         in_use = block.streams_used is not None
-        self.events.extend(
-            (FREE_IN_USE if in_use else FREE, block.number, 0, 0, self.operators * OPERATOR_US)
-        )
+        events, number, now = self.events, block.number, self.operators * OPERATOR_US
+        at = len(events)
+        if not in_use:
+            # What is freed together is freed in order, though C++ may free it in the order of a hash table: so the same
+            # program gives the same log, and the allocator's state afterwards is the same in any order.
+            while at and events[at - 5] == FREE and events[at - 1] == now and events[at - 4] > number:
+                at -= 5
+        events[at:at] = array("q", (FREE_IN_USE if in_use else FREE, number, 0, 0, now))
         self.allocated[block.device] -= (block.bytes + 511) & -512
         self.requested[block.device] -= block.bytes
         if in_use:

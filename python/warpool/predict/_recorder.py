@@ -177,6 +177,9 @@ class Recorder(TorchDispatchMode):
         try:
             return self._shapes.results(func, kind, types, args, kwargs)
         except _assume.NEEDS_VALUES as error:
+            integers = [each for each in sum(_tensors(args, kwargs), []) if not each.dtype.is_floating_point]
+            if integers and all(self.values.of(each) is not None for each in integers):
+                return self._tried(func, kind, args, kwargs)
             raise self.assumptions.missing(f"{kind.name}: {error}") from None
         except UnsupportedOperatorException:
             return self._tried(func, kind, args, kwargs)
@@ -257,13 +260,14 @@ class Recorder(TorchDispatchMode):
         stream = self.stream(device)
         for key, size in steps.kept:
             self.keep(key, size, device, stream)
+        sizes = getattr(steps, "sizes", {})
         temporaries: Dict[Any, Block] = {}
         made = set()
         for step in steps.order:
             what = step[0]
             if what == "output":
                 made.add(step[1])
-                self._allocated(*outputs[step[1]], stack)
+                self._allocated(*outputs[step[1]], stack, sizes.get(step[1]))
             elif what == "alloc":
                 if step[2]:
                     temporaries[step[1]] = self.log.alloc(step[2], device, stream, stack)
@@ -308,8 +312,8 @@ class Recorder(TorchDispatchMode):
                 found.setdefault(storage._cdata, (output, storage))
         return list(found.values())
 
-    def _allocated(self, tensor: Any, storage: Any, stack: int) -> None:
-        size = storage.nbytes()
+    def _allocated(self, tensor: Any, storage: Any, stack: int, size: Optional[int] = None) -> None:
+        size = storage.nbytes() if size is None else size
         device = tensor.fake_device.index or 0
         key = storage._cdata
         death = _Death(storage, self._died)
@@ -479,8 +483,39 @@ def _special_operators(recorder: Recorder) -> Dict[str, Callable[..., Any]]:
         log.synchronize()
         known = values.of(args[0])
         if known is not None:
+            taint = values.taint(args[0])
+            if taint is not None:
+                assumptions.add(taint)
             return func(known)
         return assumptions.item(args[0])
+
+    def index(func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
+        """Masks among the indices: how many elements they have decides about the shape."""
+        source, indices = args[0], args[1]
+        masks = [each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)]
+        if not masks:
+            return NotImplemented
+        log.synchronize()
+        numbers: List[Any] = []
+        for each in indices:
+            if each is None or each.dtype not in (torch.bool, torch.uint8):
+                numbers.append(each)
+                continue
+            known = values.of(each)
+            count = assumptions.count(each.numel(), "a mask as index") if known is None else int(known.count_nonzero())
+            taint = values.taint(each)
+            if taint is not None:
+                assumptions.add(taint)
+            with recorder.fake:
+                made = [torch.empty(count, dtype=torch.int64, device=each.device) for _ in range(each.dim())]
+            numbers += made
+        log.operator()
+        recorder.operators[kind.name] = recorder.operators.get(kind.name, 0) + 1
+        result = values.computed(func, kind, args, kwargs)
+        if result is None:
+            result = recorder.fake.dispatch(func, (), (source, numbers), {})
+        recorder._log_operator(func, kind, args, kwargs, result)
+        return result
 
     def to_copy(func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
         source, device = args[0], kwargs.get("device")
@@ -506,7 +541,10 @@ def _special_operators(recorder: Recorder) -> Dict[str, Callable[..., Any]]:
     def data_dependent(func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
         """An operator whose result has a shape that depends on values."""
         log.synchronize()
-        made = values.computed(func, kind, args, kwargs, any_size=True)
+        made = values.computed(func, kind, args, kwargs)
+        taint = values.taint(args[0])
+        if taint is not None:
+            assumptions.add(taint)
         if made is None:
             made = assumptions.shape(recorder, kind, args, kwargs)
         log.operator()
@@ -521,10 +559,50 @@ def _special_operators(recorder: Recorder) -> Dict[str, Callable[..., Any]]:
             return func(*known)
         return assumptions.truth(f"{kind.name}()")
 
+    def uses_cudnn_for_ctc(func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
+        log_probs, targets, blank = args[0], args[1], kwargs.get("blank", args[4] if len(args) > 4 else 0)
+        on_host = not isinstance(targets, FakeTensor) or targets.fake_device.type == "cpu"
+        plain = log_probs.dtype == torch.float32 and targets.dtype == torch.int32 and targets.dim() == 1
+        return bool(on_host and plain and blank == 0 and torch.backends.cudnn.enabled)
+
+    def grouped_product(func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
+        """PyTorch's shape function refuses single precision, which its kernel takes."""
+        first, second = args[0], args[1]
+        offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
+        if first.dtype == torch.bfloat16:
+            return NotImplemented
+        rows, columns = first.size(-2), second.size(-1)
+        groups = second.size(0) if second.dim() == 3 else first.size(0) if first.dim() == 3 else offsets.numel()
+        shape = (rows, columns) if first.dim() != second.dim() else (groups, rows, columns)
+        # Rows begin at multiples of 16 bytes.
+        unit = 16 // first.element_size()
+        padded = -(-columns // unit) * unit
+        stride = (padded, 1) if len(shape) == 2 else (rows * padded, padded, 1)
+        log.operator()
+        recorder.operators[kind.name] = recorder.operators.get(kind.name, 0) + 1
+        with recorder.fake:
+            made = torch.empty_strided(shape, stride, dtype=kwargs.get("out_dtype") or first.dtype, device=first.device)
+        recorder._log_operator(func, kind, args, kwargs, made)
+        return made
+
+    def unscale(func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
+        """A scaler's gradients are finite: what it found stays what it was, 0."""
+        for gradient in args[0]:
+            values.forget_one(gradient)
+        log.operator()
+        recorder.operators[kind.name] = recorder.operators.get(kind.name, 0) + 1
+        recorder._log_operator(func, kind, args, kwargs, None)
+        return None
+
     special = {
+        "_amp_foreach_non_finite_check_and_unscale_": unscale,
+        "_use_miopen_ctc_loss": lambda *_: False,
+        "_use_cudnn_ctc_loss": uses_cudnn_for_ctc,
+        "_grouped_mm": grouped_product,
         "_local_scalar_dense": item,
         "_to_copy": to_copy,
         "_pin_memory": pin,
+        "index": index,
         "record_stream": record_stream,
         "equal": equal,
     }

@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, Union
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _python_dispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import _library
@@ -152,7 +153,7 @@ def recording(
     ended = False
     try:
         torch._C._set_only_lift_cpu_tensors(True)
-        _patches.patch(patches, run.recorder, card, gpus, run.context_bytes, _leave_in_worker)
+        _patches.patch(patches, run.recorder, card, gpus, run.context_bytes, lambda: _leave_in_worker(patches))
         try:
             with run.recorder:
                 yield run
@@ -219,8 +220,9 @@ def _bytes(size: Any) -> int:
     return int(float(number) * (1024 if binary else 1000) ** (1 + "KMGT".index(prefix)))
 
 
-def _leave_in_worker() -> None:
+def _leave_in_worker(patches: _patches.Patches) -> None:
     """In the process of a loader's worker: tensors have memory there."""
     while torch._C._len_torch_dispatch_stack():
-        torch._C._pop_torch_dispatch_stack()
+        _python_dispatch._pop_mode()
     torch._C._set_only_lift_cpu_tensors(False)
+    patches.undo()

@@ -82,7 +82,7 @@ class Report:
             "assumptions": [{"text": text, "count": count} for text, count in recorder.assumptions.made.items()],
             "remarks": sorted(recorder.remarks),
             "stream_waits": log.waits_for_streams,
-            "table": None if recorder.table is None else getattr(recorder.table, "name", "operators"),
+            "table": None if recorder.table is None else getattr(recorder.table, "measured_on", "operators"),
             "operators": operators,
             "unmodelled": [
                 {"operator": name, "count": count, "output_bytes": size}
@@ -227,6 +227,8 @@ class Report:
             ]
         else:
             lines += ["All operators are in the table of what operators allocate inside (0 % are not).", ""]
+        if data["table"] is not None:
+            lines[-1:] = [f"The table was measured on {data['table']}.", ""]
         return lines
 
 

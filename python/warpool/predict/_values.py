@@ -78,13 +78,17 @@ class Values:
         for number, name in kind.written:
             value = args[number] if number < len(args) else kwargs.get(name)
             for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, FakeTensor) and not each.is_sparse:
-                    self._twins.pop(each.untyped_storage()._cdata, None)
+                self.forget_one(each)
+
+    def forget_one(self, tensor: Any) -> None:
+        """A tensor's elements change to what is not known."""
+        if isinstance(tensor, FakeTensor) and not tensor.is_sparse:
+            self._twins.pop(tensor.untyped_storage()._cdata, None)
 
     def is_large(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() * tensor.element_size() > TWIN_BYTES
 
-    def computed(self, func: Any, kind: Any, args: Any, kwargs: Any, any_size: bool = False) -> Any:
+    def computed(self, func: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operator with its values; `None` if an argument is not known, or it is too large."""
         if kind.name in _UNKNOWN:
             return None
@@ -160,7 +164,7 @@ class Values:
     def _written(self, kind: Any, args: Any, kwargs: Any, made: Any) -> Any:
         """The twins have changed; the results are the arguments that were written."""
         number, name = kind.written[0]
-        if len(kind.written) == 1 and not isinstance(made, (list, tuple)):
+        if (kind.in_place or len(kind.written) == 1) and not isinstance(made, (list, tuple)):
             return args[number] if number < len(args) else kwargs[name]
         return None
 
