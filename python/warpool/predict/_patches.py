@@ -342,6 +342,20 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         patches.set(torch._VF, name, recurrent(name, getattr(torch._VF, name)))
         patches.set(torch, name, getattr(torch._VF, name))
 
+    ctc = torch.ctc_loss
+
+    def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **more: Any) -> Any:
+        """PyTorch takes another way for tensors of other classes than its own."""
+        known = []
+        for lengths in (input_lengths, target_lengths):
+            values = recorder.values.of(lengths) if isinstance(lengths, torch.Tensor) else lengths
+            if values is None:
+                raise recorder.assumptions.missing("lengths of sequences are read")
+            known.append([int(each) for each in values])
+        return ctc(log_probs, targets, *known, *rest, **more)
+
+    patches.set(torch, "ctc_loss", ctc_loss)
+
     def save(*_: Any, **__: Any) -> None:
         recorder.remarks.add("torch.save wrote nothing")
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import _assume, _values
 from ._shapes import Shapes
 from ._log import Block, Log
+from ._recurrent import SHAPES
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -147,7 +148,7 @@ class Recorder(TorchDispatchMode):
         """An operator on tensors of the host that have memory."""
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if kind.factory and not reals and _is_large(args, kwargs):
+        if kind.factory and not reals and _is_large(kind, args, kwargs):
             return self._make(func, kind, (), args, kwargs)
         if kind.name in ("_pin_memory", "pin_memory"):
             self.host_bytes += args[0].untyped_storage().nbytes()
@@ -174,6 +175,10 @@ class Recorder(TorchDispatchMode):
 
     def _make(self, func: Any, kind: _Kind, types: Any, args: Any, kwargs: Any) -> Any:
         """The results of an operator, without values."""
+        shapes = SHAPES.get(kind.name)
+        if shapes is not None:
+            with self.fake:
+                return shapes(args)
         try:
             return self._shapes.results(func, kind, types, args, kwargs)
         except _assume.NEEDS_VALUES as error:
@@ -462,7 +467,7 @@ def _tensors(args: Any, kwargs: Any) -> Tuple[List[Any], List[Any]]:
     return fakes, reals
 
 
-def _is_large(args: Any, kwargs: Any) -> bool:
+def _is_large(kind: Any, args: Any, kwargs: Any) -> bool:
     """Whether a factory makes a tensor of the host that is too large to have memory."""
     for value in args:
         if isinstance(value, (list, tuple)):
@@ -471,7 +476,8 @@ def _is_large(args: Any, kwargs: Any) -> bool:
                 count *= extent
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             device = kwargs.get("device")
-            return count * dtype.itemsize > HOST_BYTES and (device is None or torch.device(device).type == "cpu")
+            most = _values.TWIN_BYTES_INTEGER if _values._is_integer(kind, kwargs) else HOST_BYTES
+            return count * dtype.itemsize > most and (device is None or torch.device(device).type == "cpu")
     return False
 
 
@@ -594,7 +600,23 @@ def _special_operators(recorder: Recorder) -> Dict[str, Callable[..., Any]]:
         recorder._log_operator(func, kind, args, kwargs, None)
         return None
 
+    def pack(func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
+        """The sizes of batches stay on the host, where the lengths are."""
+        source, lengths, batch_first = args
+        if values.of(lengths) is None:
+            raise assumptions.missing("lengths of sequences are read")
+        extents = tuple(source.shape[:2])
+        _, sizes = func(torch.empty(*extents, 1), values.of(lengths), batch_first)
+        shape = (int(values.of(lengths).sum()), *source.shape[2:])
+        log.operator()
+        recorder.operators[kind.name] = recorder.operators.get(kind.name, 0) + 1
+        with recorder.fake:
+            data = torch.empty(shape, dtype=source.dtype, device=source.device)
+        recorder._log_operator(func, kind, args, kwargs, data)
+        return data, sizes
+
     special = {
+        "_pack_padded_sequence": pack,
         "_amp_foreach_non_finite_check_and_unscale_": unscale,
         "_use_miopen_ctc_loss": lambda *_: False,
         "_use_cudnn_ctc_loss": uses_cudnn_for_ctc,

@@ -14,8 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _assume
 
-# A twin has at most this many bytes.
+# A twin has at most this many bytes. Integers and truths, which decide about shapes, may have more.
 TWIN_BYTES = 4 << 20
+TWIN_BYTES_INTEGER = 64 << 20
+
+
+def limit(dtype: torch.dtype) -> int:
+    """The most bytes of a twin of this type."""
+    return TWIN_BYTES if dtype.is_floating_point or dtype.is_complex else TWIN_BYTES_INTEGER
 
 # An operator that returns nothing has been carried out on twins.
 DONE = object()
@@ -54,7 +60,7 @@ class Values:
             return
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        if size > TWIN_BYTES:
+        if size > limit(tensor.dtype):
             return
         twin = torch.UntypedStorage(size)
         view = torch.empty(0, dtype=tensor.dtype).set_(
@@ -86,7 +92,7 @@ class Values:
             self._twins.pop(tensor.untyped_storage()._cdata, None)
 
     def is_large(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() * tensor.element_size() > TWIN_BYTES
+        return tensor.numel() * tensor.element_size() > limit(tensor.dtype)
 
     def computed(self, func: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operator with its values; `None` if an argument is not known, or it is too large."""
@@ -123,9 +129,9 @@ class Values:
                 return None
         if not counts[0] and not kind.factory:
             return None
-        if not counts[0] and _extent(args, kwargs) > TWIN_BYTES:
+        if not counts[0] and _extent(args, kwargs) > (TWIN_BYTES_INTEGER if _is_integer(kind, kwargs) else TWIN_BYTES):
             return None
-        if counts[1] > 4 * TWIN_BYTES:
+        if counts[1] > 4 * TWIN_BYTES_INTEGER:
             return None
         device = kwargs.get("device")
         fakes = [each for each in _flat(args, kwargs) if isinstance(each, FakeTensor)]
@@ -197,6 +203,14 @@ class Values:
         maker = _assume.MAKERS.get(kind.name)
         if maker is not None:
             maker(self._recorder, kind, args, kwargs, result)
+
+
+def _is_integer(kind: Any, kwargs: Any) -> bool:
+    """Whether a factory makes integers or truths."""
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        return kind.name in ("randint", "randperm", "arange", "tril_indices", "triu_indices")
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _extent(args: Any, kwargs: Any) -> int:
