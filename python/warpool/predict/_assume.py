@@ -2,8 +2,8 @@
 
 A float that is read (`loss.item()`) is 1.0, gradients and losses are finite, indices of `topk`, `argmax`, `sort` and
 `multinomial` are spread evenly. Each assumption that the program's control flow or a shape depends on is listed in the
-report. Other values, such as counts and truths that follow from activations, must be given with `assume`; without, the
-prediction ends with an error that names the line.
+report. In lines of installed packages, a filter whose mask follows from activations keeps all elements, and such a truth is
+false. Other values must be given with `assume`; without, the prediction ends with an error that names the line.
 """
 
 import linecache
@@ -22,7 +22,7 @@ NEEDS_VALUES: Tuple[type, ...] = (fake_tensor.DataDependentOutputException, fake
 # The shape of their results depends on values.
 DATA_DEPENDENT = frozenset(
     "nonzero nonzero_numpy masked_select _unique _unique2 unique_dim unique_consecutive unique_dim_consecutive "
-    "bincount argwhere".split()
+    "bincount argwhere nms".split()
 )
 
 
@@ -94,6 +94,11 @@ class Assumptions:
         if tensor.dtype.is_complex:
             self.add(f"a value that is read at {line} is 1.0")
             return complex(1.0)
+        inner = _innermost()
+        if tensor.dtype == torch.bool and (_is_installed(line) or inner is not None):
+            line = inner or line
+            self.add(f"a truth value that is read at {line} is false")
+            return False
         what = "a truth value" if tensor.dtype == torch.bool else "an integer"
         raise self.missing(f"{what} is read from a CUDA tensor")
 
@@ -107,6 +112,10 @@ class Assumptions:
     def count(self, elements: int, what: str) -> int:
         """How many of these elements are found."""
         rule, line = self.given()
+        if rule is None and _is_installed(line):
+            # A line of a package that the author does not write, such as a detector's filter of boxes.
+            self.add(f"{what} at {line} finds all elements")
+            return elements
         if rule is None:
             raise self.missing(f"the shape of {what} depends on values")
         self.add(f"{what} at {line} finds {rule.value!r} of {elements} elements, as given")
@@ -116,14 +125,15 @@ class Assumptions:
     def shape(self, recorder: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operator whose shape depends on values that are not known."""
         source = args[0]
-        count = self.count(source.numel(), kind.name)
+        elements = source.size(0) if kind.name == "nms" else source.numel()
+        count = self.count(elements, kind.name)
         with recorder.fake:
             if kind.name in ("nonzero", "argwhere"):
                 # CUDA writes one row per dimension and returns the transposed matrix.
                 return torch.empty((source.dim(), count), dtype=torch.int64, device=source.device).t()
             if kind.name == "masked_select":
                 return torch.empty((count,), dtype=source.dtype, device=source.device)
-            if kind.name == "bincount":
+            if kind.name in ("bincount", "nms"):
                 return torch.empty((count,), dtype=torch.int64, device=source.device)
             if kind.name in ("_unique", "_unique2", "unique_consecutive"):
                 values = torch.empty((count,), dtype=source.dtype, device=source.device)
@@ -170,6 +180,23 @@ def _stack() -> List[Tuple[str, str, int]]:
             found.append((frame.f_code.co_name, file, frame.f_lineno))
         frame = frame.f_back
     return found
+
+
+def _innermost() -> Optional[str]:
+    """The line of PyTorch that reads a value for itself; `None` if the program does."""
+    frame = sys._getframe(1)
+    own = __file__.rsplit("/", 1)[0]
+    while frame is not None and frame.f_code.co_filename.startswith(own):
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    if "/torch/" in file and not file.endswith("/torch/_tensor.py"):
+        return f"{file}:{frame.f_lineno}"
+    return None
+
+
+def _is_installed(line: str) -> bool:
+    """Whether a line is of an installed package."""
+    return "site-packages" in line or "dist-packages" in line
 
 
 def _line(stack: List[Tuple[str, str, int]]) -> str:

@@ -135,6 +135,8 @@ def _patch_cuda(patches: Patches, recorder: Any, card: _cards.Card, devices: int
     patches.set(torch._C, "_cuda_getDeviceCount", lambda: devices)
     patches.set(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
     patches.set(torch._C, "_cuda_getCurrentRawStream", lambda index: recorder.streams.current(index))
+    if hasattr(torch._C, "_get_accelerator"):
+        patches.set(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
     patches.set(torch._C, "_cuda_emptyCache", made["memory"]["empty_cache"])
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is not None:
@@ -355,6 +357,29 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         return ctc(log_probs, targets, *known, *rest, **more)
 
     patches.set(torch, "ctc_loss", ctc_loss)
+
+    def fast_path() -> bool:
+        if not torch.is_grad_enabled():
+            recorder.remarks.add("the fast path of nn.TransformerEncoder and nn.MultiheadAttention was left out")
+        return False
+
+    patches.set(torch.backends.mha, "get_fastpath_enabled", fast_path)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_storage(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        recorder.resized(storage, int(size))
+        return result
+
+    patches.set(torch.UntypedStorage, "resize_", resize_storage)
+    if torch.distributed.is_available():
+        # It compares the shapes of parameters among ranks, by their values.
+        distributed = importlib.import_module("torch.nn.parallel.distributed")
+        from . import _ddp
+
+        patches.set(torch.distributed, "Reducer", _ddp.Reducer)
+        patches.set(torch.distributed, "Logger", _ddp.Logger)
+        patches.set(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)
 
     def save(*_: Any, **__: Any) -> None:
         recorder.remarks.add("torch.save wrote nothing")

@@ -42,6 +42,7 @@ _CHANGES_SHAPE = frozenset(
     "resize_ resize_as_ resize_output_ set_ transpose_ t_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ detach_ "
     "rename_ requires_grad_ retain_grad_ _resize_output_ sparse_resize_ copy_sparse_to_sparse_".split()
 )
+_RESIZES = frozenset(("resize_", "resize_as_", "_resize_output_", "set_"))
 # Views, whose schema does not say so.
 _VIEWS = frozenset("_unsafe_view _reshape_alias lift_fresh".split())
 _FACTORIES = frozenset(
@@ -239,6 +240,9 @@ class Recorder(TorchDispatchMode):
                 result = self._make(func, kind, types, args, kwargs)
                 self.values.assumed(kind, args, kwargs, result)
         self._log_operator(func, kind, args, kwargs, result)
+        if kind.name in _RESIZES:
+            storage = args[0].untyped_storage()
+            self.resized(storage, storage.nbytes())
         return result
 
     # Memory.
