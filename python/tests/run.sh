@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests the Python package and its C++ layer on the simulated GPU, then builds a wheel like the distributed one,
 # installs it into an empty environment and uses it there. Needs Python 3.9 or later (for the wheel 3.10), a Rust
-# toolchain, PyPI and a C++ compiler; no GPU. PyTorch is installed for the predictions. With `--short` the wheel has what these tests compiled, for
-# this machine alone, and no backend: half a minute instead of ten.
+# toolchain, PyPI and a C++ compiler; no GPU. PyTorch is installed for the predictions. With `--short` the wheel has
+# what these tests compiled, for this machine alone, and no backend: half a minute instead of ten.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export WARPOOL_DRIVER=sim PYTHONDONTWRITEBYTECODE=1
@@ -20,7 +20,7 @@ PYTHONPATH=python python3 python/tests/test_predict_parts.py
 torch_python=${WARPOOL_TORCH_PYTHON:-$target/torch/bin/python}
 if ! "$torch_python" -c 'import numpy, torch' 2>/dev/null; then
   python3 -m venv --clear "$target/torch" &&
-    timeout 1200 "$target/torch/bin/pip" install --quiet --disable-pip-version-check --no-cache-dir numpy 'torch==2.11.*' ||
+    timeout 1200 "$target/torch/bin/pip" install -q --no-cache-dir numpy 'torch==2.11.*' ||
     true
   torch_python=$target/torch/bin/python
 fi

@@ -1,8 +1,8 @@
-"""Tests of `warpool.predict` with a real PyTorch, on a machine without a GPU. WARPOOL_ANSWERS_LIBRARY is the path of the
-shared object, WARPOOL_COMMAND that of the command.
+"""Tests of `warpool.predict` with a real PyTorch, on a machine without a GPU. WARPOOL_ANSWERS_LIBRARY is the path of
+the shared object.
 
-Most programs are a few lines, and what they ask of the allocator is written down by hand. `digests.json` has the digest
-of what larger ones ask; after a change that is meant, `WARPOOL_WRITE_DIGESTS=1` writes it again.
+Most programs are a few lines, and what they ask of the allocator is written down by hand. `predict_digests.json` has the
+digest of what larger ones ask; after a change that is meant, `WARPOOL_WRITE_DIGESTS=1` writes it again.
 """
 
 import gc
@@ -23,11 +23,10 @@ from torch import nn
 
 import warpool
 import warpool.predict
-from warpool.predict import PredictionError, _assume, _recording, _report
+from warpool.predict import PredictionError, _assume, _recording
 
 HERE = Path(__file__).resolve().parent
 DIGESTS = HERE / "predict_digests.json"
-COMMAND = os.environ.get("WARPOOL_COMMAND", "")
 MIB = 1 << 20
 
 
@@ -169,10 +168,12 @@ class Lifetimes(unittest.TestCase):
 
 class Operators(unittest.TestCase):
     def test_temporaries_lie_between_the_outputs(self) -> None:
-        table = Table({
-            "aten.empty.memory_format": Steps([("output", 0)]),
-            "aten.relu.default": Steps([("alloc", "a", 2048), ("output", 0), ("free", "a"), ("alloc", "b", 1024)]),
-        })
+        table = Table(
+            {
+                "aten.empty.memory_format": Steps([("output", 0)]),
+                "aten.relu.default": Steps([("alloc", "a", 2048), ("output", 0), ("free", "a"), ("alloc", "b", 1024)]),
+            }
+        )
         found = asked(lambda: floats(4).relu(), table)
         self.assertEqual(found, ["a0 4K", "a1 2K", "a2 4K", "f1", "a3 1K", "f3", "f0"])
 
@@ -236,7 +237,9 @@ class Streams(unittest.TestCase):
             return x, y, z
 
         found = [word for word in asked(program) if word.startswith("a")]
-        self.assertEqual([word.split()[1:] for word in found if "4K" in word][:3], [["4K"], ["4K", "s1"], ["4K", "s1"]])
+        self.assertEqual(
+            [word.split()[1:] for word in found if "4K" in word][:3], [["4K"], ["4K", "s1"], ["4K", "s1"]]
+        )
         self.assertIn(["4K", "s1"], [word.split()[1:] for word in found[5:]])
 
 
@@ -352,9 +355,7 @@ class Reports(unittest.TestCase):
         forward = nn.Module._apply, torch.Tensor.cuda, torch.nn.Parameter.__new__, torch.compile
         recorded(train)
         self.assertEqual({name: getattr(torch.cuda, name) for name in before}, before)
-        self.assertEqual(
-            (nn.Module._apply, torch.Tensor.cuda, torch.nn.Parameter.__new__, torch.compile), forward
-        )
+        self.assertEqual((nn.Module._apply, torch.Tensor.cuda, torch.nn.Parameter.__new__, torch.compile), forward)
         self.assertEqual(torch.ones(3).sum().item(), 3)
         with self.assertRaises(RuntimeError):
             with warpool.predict.recording():
@@ -377,8 +378,16 @@ def train() -> None:
     """Three steps of a small network."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 512),
-        nn.LayerNorm(512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 10),
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(256, 512),
+        nn.LayerNorm(512),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(512, 10),
     ).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
@@ -434,7 +443,9 @@ class Digests(unittest.TestCase):
         if os.environ.get("WARPOOL_WRITE_DIGESTS"):
             DIGESTS.write_text(json.dumps({**known, version: found}, indent=1) + "\n")
         elif version not in known:
-            print(f"there are no digests for PyTorch {version}: what programs ask for was NOT compared", file=sys.stderr)
+            print(
+                f"there are no digests for PyTorch {version}: what programs ask for was NOT compared", file=sys.stderr
+            )
         else:
             self.assertEqual(found, known[version])
 
@@ -478,7 +489,9 @@ class Command(unittest.TestCase):
             return done
 
     def test_script_runs_as_it_is_and_ends_after_the_steps(self) -> None:
-        done = self.run_command("--gpu", "h200", "--steps", "2", "--json", "-o", "DIR/run.pickle", "--", "--batch", "8")
+        done = self.run_command(
+            "--gpu", "h200", "--steps", "2", "--json", "-o", "DIR/run.pickle", "--", "--batch", "8"
+        )
         self.assertEqual(done.returncode, 0, done.stderr)
         (line,) = done.stdout.splitlines()
         report = json.loads(line)
@@ -491,15 +504,19 @@ class Command(unittest.TestCase):
         self.assertEqual(self.run_command(*few, "--capacity", "600MiB", "--", "--batch", "64").returncode, 1)
         done = self.run_command(*few, "--budget", "1MiB")
         self.assertEqual((done.returncode, "more than the budget" in done.stdout), (1, True))
-        done = self.run_command(*few, script="import torch\nint(torch.empty(1, device='cuda').argmin() + "
-                                             "(torch.empty(2, device='cuda') > 0).sum())\n")
+        done = self.run_command(
+            *few,
+            script="import torch\nint(torch.empty(1, device='cuda').argmin() + "
+            "(torch.empty(2, device='cuda') > 0).sum())\n",
+        )
         self.assertEqual(done.returncode, 2)
         self.assertEqual(len(done.stderr.strip().splitlines()), 1, done.stderr)
         self.assertRegex(done.stderr, r"^error: .*train\.py:2 .*--assume train\.py:2=VALUE")
 
     def test_sweep_finds_the_largest_that_fits(self) -> None:
-        done = self.run_command("--steps", "1", "-q", "--capacity", "700MiB", "--sweep", "batch=1,16,64", "--plot",
-                                "DIR/sweep.svg")
+        done = self.run_command(
+            "--steps", "1", "-q", "--capacity", "700MiB", "--sweep", "batch=1,16,64", "--plot", "DIR/sweep.svg"
+        )
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertRegex(done.stdout, r"64 .*does not fit")
         self.assertIn("The last batch of the sweep that fits", done.stdout)

@@ -1,8 +1,8 @@
 """Will it fit? A program's GPU memory, predicted without a GPU.
 
-The program runs with CUDA tensors that have no memory. What it would ask of PyTorch's allocator is logged, and placed by
-Warpool's exact reimplementation of it on a simulated GPU. The result is an ordinary memory snapshot, with call stacks,
-and a report: peak memory, on which cards and with which settings it fits, and who holds it.
+The program runs with CUDA tensors that have no memory. What it would ask of PyTorch's allocator is logged, and placed
+by Warpool's exact reimplementation of it on a simulated GPU. The result is an ordinary memory snapshot, with call
+stacks, and a report: peak memory, on which cards and with which settings it fits, and who holds it.
 
 >>> import warpool.predict
 >>> with warpool.predict.recording("run.pickle", gpu="a100-80gb") as run:

@@ -2,8 +2,9 @@
 
 A float that is read (`loss.item()`) is 1.0, gradients and losses are finite, indices of `topk`, `argmax`, `sort` and
 `multinomial` are spread evenly. Each assumption that the program's control flow or a shape depends on is listed in the
-report. In lines of installed packages, a filter whose mask follows from activations keeps all elements, and such a truth is
-false. Other values must be given with `assume`; without, the prediction ends with an error that names the line.
+report. In lines of installed packages, a filter whose mask follows from activations keeps all elements, and such a
+truth is false. Other values must be given with `assume`; without, the prediction ends with an error that names the
+line.
 """
 
 import linecache
@@ -150,8 +151,8 @@ class Assumptions:
         place = line.rsplit("/", 1)[-1]
         return PredictionError(
             f"{line}{quoted}: {what}, and a prediction has no values there. Say what it is: "
-            f'warpool.predict.assume("{place}", VALUE), or --assume {place}=VALUE; VALUE is the number or truth that is '
-            "read, or how many elements are found (a float: the share of all)"
+            f'warpool.predict.assume("{place}", VALUE), or --assume {place}=VALUE; VALUE is the number or truth that '
+            "is read, or how many elements are found (a float: the share of all)"
         )
 
     def random(self, high: int, shape: Any) -> torch.Tensor:

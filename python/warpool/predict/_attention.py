@@ -17,14 +17,23 @@ def attention(recorder: Any, card: _cards.Card, original: Any) -> Any:
     """The function for this card."""
 
     def run(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
-        scale: Optional[float] = None, enable_gqa: bool = False,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: Optional[float] = None,
+        enable_gqa: bool = False,
     ) -> Any:
         if not isinstance(query, FakeTensor) or query.fake_device.type != "cuda":
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
-            cast = lambda each: each.to(dtype) if each.dtype.is_floating_point and each.dtype != torch.float64 else each  # noqa: E731,E501
+
+            def cast(each: Any) -> Any:
+                return each.to(dtype) if each.dtype.is_floating_point and each.dtype != torch.float64 else each
+
             query, key, value = cast(query), cast(key), cast(value)
             if attn_mask is not None:
                 attn_mask = cast(attn_mask)
@@ -35,7 +44,9 @@ def attention(recorder: Any, card: _cards.Card, original: Any) -> Any:
         query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: Any, grouped: bool
     ) -> Any:
         backends = torch.backends.cuda
-        if backends.cudnn_sdp_enabled() and cudnn_can(query, key, value, grouped):
+        # Only plain operators take a mask whose rows are not contiguous, as a bias that was permuted.
+        fused = mask is None or mask.stride(-1) == 1
+        if fused and backends.cudnn_sdp_enabled() and cudnn_can(query, key, value, grouped):
             needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
             return torch.ops.aten._scaled_dot_product_cudnn_attention(
                 query, key, value, additive(mask, query), needs_grad, dropout, causal, False, scale=scale
@@ -48,7 +59,7 @@ def attention(recorder: Any, card: _cards.Card, original: Any) -> Any:
                 query, key, value, dropout, causal, False, scale=scale
             )[0]
             return out if out.size(-1) == width else out[..., :width]
-        if backends.mem_efficient_sdp_enabled() and efficient_can(query, key, value, mask, grouped):
+        if fused and backends.mem_efficient_sdp_enabled() and efficient_can(query, key, value, mask, grouped):
             needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
             mask = bias(mask, query, key)
             return torch.ops.aten._scaled_dot_product_efficient_attention(

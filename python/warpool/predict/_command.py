@@ -43,11 +43,22 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--capacity", metavar="SIZE", help="its memory in its place, such as 79.1GiB")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many such cards the script sees (1)")
     parser.add_argument("--steps", type=int, metavar="N", help="end the script after N steps of optimizers")
-    parser.add_argument("--settings", action="append", metavar="CONF", help="settings of the allocator, as in "
-                        "PYTORCH_CUDA_ALLOC_CONF; the first are the script's, more are compared")
-    parser.add_argument("--assume", action="append", default=[], metavar="LINE=VALUE",
-                        help="a value that a prediction does not have, such as model.py:120=37")
-    parser.add_argument("--sweep", metavar="NAME=V1,V2,…", help="run it for several values of an argument of the script")
+    parser.add_argument(
+        "--settings",
+        action="append",
+        metavar="CONF",
+        help="settings of the allocator, as in PYTORCH_CUDA_ALLOC_CONF; the first are the script's, more are compared",
+    )
+    parser.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="LINE=VALUE",
+        help="a value that a prediction does not have, such as model.py:120=37",
+    )
+    parser.add_argument(
+        "--sweep", metavar="NAME=V1,V2,…", help="run it for several values of an argument of the script"
+    )
     parser.add_argument("--plot", metavar="FILE.svg", help="draw the sweep")
     parser.add_argument("--budget", metavar="SIZE", help="the most reserved memory, such as 20GiB")
     parser.add_argument("-o", "--out", metavar="FILE", help="write the snapshot, for explain, view, tune and replay")
@@ -122,7 +133,12 @@ def _predicted(chosen: Any, arguments: List[str], out: Optional[str]) -> Any:
         sys.stdout = sys.stderr
     try:
         with recording(
-            out, gpu=chosen.gpu, capacity=chosen.capacity, settings=settings, gpus=chosen.gpus, steps=chosen.steps,
+            out,
+            gpu=chosen.gpu,
+            capacity=chosen.capacity,
+            settings=settings,
+            gpus=chosen.gpus,
+            steps=chosen.steps,
             progress=progress,
         ) as run:
             try:
@@ -234,11 +250,13 @@ def sweep_lines(name: str, reports: List[Tuple[str, Dict[str, Any]]]) -> List[st
     settings = reports[0][1]["settings"]
     rows = [[name, *(f"{row['settings'] or 'native'}" for row in settings), reports[0][1]["gpu_name"]]]
     for value, report in reports:
-        rows.append([
-            value,
-            *(size_text(row["smallest_device_bytes"]) for row in report["settings"]),
-            "fits" if report["fits"] else "does not fit",
-        ])
+        rows.append(
+            [
+                value,
+                *(size_text(row["smallest_device_bytes"]) for row in report["settings"]),
+                "fits" if report["fits"] else "does not fit",
+            ]
+        )
     lines = table("Memory of the smallest device, by settings", rows)
     rows = [["memory", *(row["settings"] or "native" for row in settings), "cards"]]
     groups: Dict[Any, List[str]] = {}

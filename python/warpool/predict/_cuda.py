@@ -134,9 +134,11 @@ def functions(recorder: Any, card: _cards.Card, devices: int, context: int) -> D
     def index(device: Any = None) -> int:
         found = _index(device, streams.device)
         if not 0 <= found < devices:
-            raise torch.AcceleratorError("CUDA error: invalid device ordinal") if hasattr(
-                torch, "AcceleratorError"
-            ) else RuntimeError("CUDA error: invalid device ordinal")
+            raise (
+                torch.AcceleratorError("CUDA error: invalid device ordinal")
+                if hasattr(torch, "AcceleratorError")
+                else RuntimeError("CUDA error: invalid device ordinal")
+            )
         return found
 
     def set_device(device: Any) -> None:
@@ -151,8 +153,10 @@ def functions(recorder: Any, card: _cards.Card, devices: int, context: int) -> D
 
     class DeviceContext:
         def __init__(self, device: Any) -> None:
-            self.idx = _index(device, streams.device) if not isinstance(device, torch.Tensor) else (
-                device.device.index if device.is_cuda else streams.device
+            self.idx = (
+                _index(device, streams.device)
+                if not isinstance(device, torch.Tensor)
+                else (device.device.index if device.is_cuda else streams.device)
             )
 
         def __enter__(self) -> None:
@@ -243,7 +247,7 @@ def functions(recorder: Any, card: _cards.Card, devices: int, context: int) -> D
     class Graph:
         def __init__(self, *_: Any, **__: Any) -> None:
             raise recorder.assumptions_error(
-                "CUDA graphs are not predicted: run the program without them; what a graph captures has pools of its own"
+                "CUDA graphs are not predicted: run the program without them; what they capture has pools of its own"
             )
 
     found: Dict[str, Any] = {

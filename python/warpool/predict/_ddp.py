@@ -13,9 +13,21 @@ import torch.distributed as dist
 class Reducer:
     """In place of `torch.distributed.Reducer`."""
 
-    def __init__(self, params: Any, bucket_indices: Any, size_limits: Any, group: Any, expect_sparse: Any = None,
-                 bucket_bytes_cap: int = 25 << 20, find_unused: bool = False, as_views: bool = False,
-                 names: Any = None, first_bytes_cap: int = 1 << 20, *_: Any, **__: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        bucket_indices: Any,
+        size_limits: Any,
+        group: Any,
+        expect_sparse: Any = None,
+        bucket_bytes_cap: int = 25 << 20,
+        find_unused: bool = False,
+        as_views: bool = False,
+        names: Any = None,
+        first_bytes_cap: int = 1 << 20,
+        *_: Any,
+        **__: Any,
+    ) -> None:
         self._params = list(params)
         self._limits = [first_bytes_cap, bucket_bytes_cap]
         self._as_views, self._may_rebuild = as_views, not find_unused

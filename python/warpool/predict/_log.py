@@ -118,7 +118,7 @@ class Log:
 
 
 class Stacks:
-    """Call stacks, each with a number. A stack is looked up by its code objects and instructions; lines are found once."""
+    """Call stacks, each with a number. It is looked up by code objects and instructions; lines are found once."""
 
     def __init__(self, hidden: Tuple[str, ...], outermost: "set[CodeType]") -> None:
         self._hidden = hidden

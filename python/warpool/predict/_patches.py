@@ -63,7 +63,11 @@ def answer_for_hooks() -> None:
     torch._C._ensureCUDADeviceGuardSet()
     folder = Path(torch.__file__).parent
     library = next(
-        (folder / "lib" / name for name in ("libtorch_cpu.so", "libtorch_cpu.dylib") if (folder / "lib" / name).exists()),
+        (
+            folder / "lib" / name
+            for name in ("libtorch_cpu.so", "libtorch_cpu.dylib")
+            if (folder / "lib" / name).exists()
+        ),
         None,
     )
     names = _virtual_functions(folder / "include/ATen/detail/AcceleratorHooksInterface.h")
@@ -126,8 +130,17 @@ def _patch_cuda(patches: Patches, recorder: Any, card: _cards.Card, devices: int
         patches.set(memory, name, value)
         if hasattr(cuda, name):
             patches.set(cuda, name, value)
-    for name in ("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all", "manual_seed",
-                 "manual_seed_all", "seed", "seed_all", "initial_seed"):
+    for name in (
+        "get_rng_state",
+        "set_rng_state",
+        "get_rng_state_all",
+        "set_rng_state_all",
+        "manual_seed",
+        "manual_seed_all",
+        "seed",
+        "seed_all",
+        "initial_seed",
+    ):
         patches.set(cuda.random, name, made["cuda"][name])
     for name in ("Stream", "Event"):
         patches.set(cuda.streams, name, made["cuda"][name])
@@ -151,9 +164,18 @@ def _patch_cuda(patches: Patches, recorder: Any, card: _cards.Card, devices: int
             "current_stream": made["cuda"]["current_stream"],
             "set_stream": made["cuda"]["set_stream"],
             "synchronize": made["cuda"]["synchronize"],
-            **{name: made["memory"][name] for name in ("empty_cache", "memory_allocated", "max_memory_allocated",
-                                                       "memory_reserved", "max_memory_reserved", "memory_stats",
-                                                       "reset_peak_memory_stats")},
+            **{
+                name: made["memory"][name]
+                for name in (
+                    "empty_cache",
+                    "memory_allocated",
+                    "max_memory_allocated",
+                    "memory_reserved",
+                    "max_memory_reserved",
+                    "memory_stats",
+                    "reset_peak_memory_stats",
+                )
+            },
         }.items():
             if hasattr(accelerator, name):
                 patches.set(accelerator, name, value)
@@ -215,7 +237,11 @@ def _patch_tensors(patches: Patches, recorder: Any) -> None:
         if getattr(tensor, "_is_param", False):
             made._is_param = True
         made.__dict__.update(
-            {name: value for name, value in tensor.__dict__.items() if name not in made.__dict__ and name != "_is_param"}
+            {
+                name: value
+                for name, value in tensor.__dict__.items()
+                if name not in made.__dict__ and name != "_is_param"
+            }
         )
         if tensor.grad is not None:
             made.grad = tensor.grad.clone()
@@ -226,7 +252,11 @@ def _patch_tensors(patches: Patches, recorder: Any) -> None:
         return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
 
     def new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        if cls is torch.nn.Parameter and type(data) in (torch.Tensor, torch.nn.Parameter) and data.device.type == "cpu":
+        if (
+            cls is torch.nn.Parameter
+            and type(data) in (torch.Tensor, torch.nn.Parameter)
+            and data.device.type == "cpu"
+        ):
             data = fake_of(data, 16)
         return _NEW_PARAMETER(cls, data, requires_grad)
 
@@ -303,7 +333,10 @@ def _patch_modules(patches: Patches, recorder: Any) -> None:
         co_filename=before.co_filename, co_name="_apply", co_firstlineno=before.co_firstlineno
     )
     patches.set(torch.nn.Module, "_apply", apply)
-    for module in (importlib.import_module("torch.optim.optimizer"), importlib.import_module("torch.utils._foreach_utils")):
+    for module in (
+        importlib.import_module("torch.optim.optimizer"),
+        importlib.import_module("torch.utils._foreach_utils"),
+    ):
         patches.set(
             module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor, torch.nn.Parameter]
         )
@@ -346,7 +379,9 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
 
     ctc = torch.ctc_loss
 
-    def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **more: Any) -> Any:
+    def ctc_loss(
+        log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **more: Any
+    ) -> Any:
         """PyTorch takes another way for tensors of other classes than its own."""
         known = []
         for lengths in (input_lengths, target_lengths):

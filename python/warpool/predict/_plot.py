@@ -33,9 +33,10 @@ def svg(name: str, reports: List[Tuple[str, Dict[str, Any]]]) -> str:
             continue
         shown.append(at)
         parts.append(
-            f'<line x1="{_LEFT}" y1="{at:.1f}" x2="{_LEFT + width}" y2="{at:.1f}" stroke="#bbb" stroke-dasharray="4 4"/>'
+            f'<line x1="{_LEFT}" y1="{at:.1f}" x2="{_LEFT + width}" y2="{at:.1f}" stroke="#bbb" '
+            'stroke-dasharray="4 4"/>'
             f'<text x="{_LEFT + width + 6}" y="{at + 4:.1f}" fill="#666">{escape(card["name"])}, '
-            f'{card["bytes"] / 2**30:.0f} GiB</text>'
+            f"{card['bytes'] / 2**30:.0f} GiB</text>"
         )
     for number, setting in enumerate(settings):
         colour = _COLOURS[number % len(_COLOURS)]
@@ -47,9 +48,7 @@ def svg(name: str, reports: List[Tuple[str, Dict[str, Any]]]) -> str:
                 f'<circle cx="{x(at):.1f}" cy="{y(row[number]):.1f}" r="4" fill="{colour}"><title>{escape(title)}'
                 "</title></circle>"
             )
-        parts.append(
-            f'<text x="{_LEFT + 10}" y="{_TOP + 14 + 16 * number}" fill="{colour}">{escape(setting)}</text>'
-        )
+        parts.append(f'<text x="{_LEFT + 10}" y="{_TOP + 14 + 16 * number}" fill="{colour}">{escape(setting)}</text>')
     for at, (value, _) in enumerate(reports):
         parts.append(f'<text x="{x(at):.1f}" y="{y(0) + 18}" text-anchor="middle">{escape(value)}</text>')
     parts.append(f'<text x="{_LEFT + width / 2}" y="{_HEIGHT - 16}" text-anchor="middle">{escape(name)}</text>')

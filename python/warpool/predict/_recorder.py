@@ -69,9 +69,7 @@ class _Kind:
         )
         self.returns_none = not schema.returns
         # Elements of existing tensors change, and nothing else: there is nothing to find out.
-        returns_written = all(
-            value.alias_info is not None and value.alias_info.is_write for value in schema.returns
-        )
+        returns_written = all(value.alias_info is not None and value.alias_info.is_write for value in schema.returns)
         self.in_place = (
             bool(self.written)
             and returns_written
@@ -211,8 +209,8 @@ class Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError, IndexError) as error:
             line = self.assumptions.given()[1]
             raise _assume.PredictionError(
-                f"{line}: PyTorch cannot tell the shapes of the results of {func} without a GPU, and it does not run on "
-                f"the host ({str(error).splitlines()[0]}). Register them with torch.library.register_fake"
+                f"{line}: PyTorch cannot tell the shapes of the results of {func} without a GPU, and it does not run "
+                f"on the host ({str(error).splitlines()[0]}). Register them with torch.library.register_fake"
             ) from None
         if kind.changes:
             return args[kind.written[0][0]]
@@ -591,7 +589,9 @@ def _special_operators(recorder: Recorder) -> Dict[str, Callable[..., Any]]:
         log.operator()
         recorder.operators[kind.name] = recorder.operators.get(kind.name, 0) + 1
         with recorder.fake:
-            made = torch.empty_strided(shape, stride, dtype=kwargs.get("out_dtype") or first.dtype, device=first.device)
+            made = torch.empty_strided(
+                shape, stride, dtype=kwargs.get("out_dtype") or first.dtype, device=first.device
+            )
         recorder._log_operator(func, kind, args, kwargs, made)
         return made
 

@@ -120,7 +120,7 @@ def recording(
     >>> print(run.report)
 
     Args:
-        path: Where the snapshot is written, which `warpool explain`, `view`, `tune` and `replay` read. None writes none.
+        path: Where the snapshot is written, for `warpool explain`, `view`, `tune` and `replay`. None writes none.
         gpu: The card, such as "a100-80gb": it has this one's memory and compute capability.
         capacity: Its memory in its place, where the card has no name. Without both it is an H200.
         settings: The allocator's settings, as in PYTORCH_CUDA_ALLOC_CONF, which is read if this is None; a list has

@@ -26,8 +26,18 @@ def recurrent(name: str, original: Any) -> Any:
         sizes = [int(size) for size in sizes.tolist()]
         return call(data, sizes, hidden, weights, has_biases, layers, dropout, train, bidirectional, False)
 
-    def call(data: Any, sizes: Any, hidden: Any, weights: Any, has_biases: Any, layers: int, dropout: float,
-             train: bool, bidirectional: bool, batch_first: bool) -> Any:
+    def call(
+        data: Any,
+        sizes: Any,
+        hidden: Any,
+        weights: Any,
+        has_biases: Any,
+        layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
         state, cell = (hidden[0], hidden[1]) if name == "lstm" else (hidden, None)
         weights = list(weights)
         if torch.is_autocast_enabled("cuda"):
@@ -47,8 +57,22 @@ def recurrent(name: str, original: Any) -> Any:
         projection = state.size(2) if cell is not None and state.size(2) != cell.size(2) else 0
         with torch.autocast("cuda", enabled=False):
             out, state, cell, _, _ = torch._cudnn_rnn(
-                data, weights, stride, buffer, state, cell, _MODES[name], size, projection, layers, batch_first, dropout,
-                train, bidirectional, sizes, None,
+                data,
+                weights,
+                stride,
+                buffer,
+                state,
+                cell,
+                _MODES[name],
+                size,
+                projection,
+                layers,
+                batch_first,
+                dropout,
+                train,
+                bidirectional,
+                sizes,
+                None,
             )
         return (out, state, cell) if name == "lstm" else (out, state)
 

@@ -18,7 +18,11 @@ SCHEMA_VERSION = 1
 CONTEXT_BYTES = 552_402_944
 CONTEXT_ORIGIN = "measured on an H200, driver 580.159, CUDA 13.0"
 
-_NAMES = {"": "native (PyTorch's default)", "expandable_segments:True": "expandable segments", "backend:paged": "paged (Warpool)"}
+_NAMES = {
+    "": "native (PyTorch's default)",
+    "expandable_segments:True": "expandable segments",
+    "backend:paged": "paged (Warpool)",
+}
 _ROWS = 10
 
 
@@ -165,16 +169,20 @@ class Report:
         name = data["gpu_name"]
         rows = [["settings", "allocated", "reserved", "needs in all", f"fits on {name}", "smallest card"]]
         for number, row in enumerate(data["settings"]):
-            rows.append([
-                _NAMES.get(row["settings"], row["settings"]),
-                size_text(row["peak_allocated_bytes"]),
-                size_text(row["peak_reserved_bytes"]),
-                size_text(row["smallest_device_bytes"]),
-                "yes" if row["fits"] else "no",
-                self._smallest(number) or "none in the table",
-            ])
+            rows.append(
+                [
+                    _NAMES.get(row["settings"], row["settings"]),
+                    size_text(row["peak_allocated_bytes"]),
+                    size_text(row["peak_reserved_bytes"]),
+                    size_text(row["smallest_device_bytes"]),
+                    "yes" if row["fits"] else "no",
+                    self._smallest(number) or "none in the table",
+                ]
+            )
         lines += table("What it needs", rows)
-        rows = [["memory", "native, expandable, paged" if len(data["settings"]) == 3 else "each of the settings", "cards"]]
+        rows = [
+            ["memory", "native, expandable, paged" if len(data["settings"]) == 3 else "each of the settings", "cards"]
+        ]
         for text, fits, names in _card_groups(data["cards"]):
             rows.append([text, ", ".join("yes" if each else "no" for each in fits), names])
         lines += table("Where it fits", rows)
@@ -187,8 +195,8 @@ class Report:
             lines += table("Who holds it", rows)
         lines += self._assumed()
         lines.append(
-            f"{data['operators']} operators and {data['allocations']} allocations in {data['steps']} steps, recorded in "
-            f"{data['seconds_recorded']:.1f} s and placed in {data['seconds_placed']:.1f} s."
+            f"{data['operators']} operators and {data['allocations']} allocations in {data['steps']} steps, recorded "
+            f"in {data['seconds_recorded']:.1f} s and placed in {data['seconds_placed']:.1f} s."
         )
         if data["snapshot"]:
             lines.append(f"The snapshot is {data['snapshot']}: `warpool explain`, `view` and `tune` read it.")
@@ -221,8 +229,8 @@ class Report:
             more = len(data["unmodelled"]) - _ROWS
             names += f" and {more} more" if more > 0 else ""
             lines += [
-                f"Not in the table of what operators allocate inside, {share:.1f} % of the operators, of which only the "
-                f"results were counted: {names}.",
+                f"Not in the table of what operators allocate inside, {share:.1f} % of the operators, of which only "
+                f"the results were counted: {names}.",
                 "",
             ]
         else:
@@ -245,7 +253,9 @@ def _held(path: str) -> Tuple[List[Dict[str, Any]], List[Dict[str, Any]]]:
     kinds = found.to_dict().get("categories") or []
     if isinstance(kinds, dict):
         kinds = [{"name": name, "bytes": size} for name, size in kinds.items()]
-    categories = [{"name": row.get("name") or row.get("category"), "bytes": row["bytes"]} for row in kinds if row["bytes"]]
+    categories = [
+        {"name": row.get("name") or row.get("category"), "bytes": row["bytes"]} for row in kinds if row["bytes"]
+    ]
     return holders, categories
 
 

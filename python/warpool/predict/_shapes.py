@@ -40,8 +40,10 @@ class Shapes:
     def _view(self, func: Any, types: Any, args: Any) -> Any:
         """A view: PyTorch's operator on the tensors of its meta device that are in ours."""
         source = args[0]
-        if not isinstance(source, FakeTensor) or source.is_sparse or any(
-            isinstance(each, torch.Tensor) for each in args[1:]
+        if (
+            not isinstance(source, FakeTensor)
+            or source.is_sparse
+            or any(isinstance(each, torch.Tensor) for each in args[1:])
         ):
             return self._fake.dispatch(func, types, args, _EMPTY)
         with in_kernel_invocation_manager(self._fake):

@@ -23,6 +23,7 @@ def limit(dtype: torch.dtype) -> int:
     """The most bytes of a twin of this type."""
     return TWIN_BYTES if dtype.is_floating_point or dtype.is_complex else TWIN_BYTES_INTEGER
 
+
 # An operator that returns nothing has been carried out on twins.
 DONE = object()
 
@@ -174,7 +175,9 @@ class Values:
             return args[number] if number < len(args) else kwargs[name]
         return None
 
-    def _wrapped(self, made: Any, owner: Any, func: Any, args: Any, kwargs: Any, kind: Any, taint: Optional[str]) -> Any:
+    def _wrapped(
+        self, made: Any, owner: Any, func: Any, args: Any, kwargs: Any, kind: Any, taint: Optional[str]
+    ) -> Any:
         """Results without memory, with their twins."""
         if kind.views:
             # A view of a known tensor: its storage has a twin already.

@@ -1,6 +1,6 @@
 //! Reads the steps of a program from bytes: five little-endian numbers of 64 bits each per step.
 
-use super::{Requests, Request, Step};
+use super::{Request, Requests, Step};
 
 /// The bytes of a step: its kind with device and stream, and four arguments.
 const STEP_BYTES: usize = 40;

@@ -12,7 +12,7 @@ mod smallest;
 use warpool::memory::Stack;
 
 pub use file::RequestsError;
-pub use run::{Conditions, Outcome, OutOfMemory, Placed};
+pub use run::{Conditions, OutOfMemory, Outcome, Placed};
 
 /// The requests of a program, in order.
 #[derive(Clone, Debug, Default)]

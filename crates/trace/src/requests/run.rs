@@ -10,12 +10,12 @@ use warpool::driver::sim::{SimConfig, SimDriver, Timing};
 use warpool::driver::{DeviceId, Driver, StreamId, StreamOptions, Streams};
 
 use warpool::memory::{
-    Action, Allocation, CachingAllocator, DeviceAllocator, HistoryOptions, MemPoolId, PagedAllocator, Settings,
-    OomReport, Snapshot, SnapshotOptions, Stack, StackLevel, Stats,
+    Action, Allocation, CachingAllocator, DeviceAllocator, HistoryOptions, MemPoolId, OomReport, PagedAllocator,
+    Settings, Snapshot, SnapshotOptions, Stack, StackLevel, Stats,
 };
 use warpool::{Error, Instance, Result};
 
-use super::{Requests, Request, Step};
+use super::{Request, Requests, Step};
 use crate::replay::AllocatorChoice;
 use crate::stop::Stop;
 
@@ -222,7 +222,8 @@ impl Device {
         match request {
             Request::Alloc { id, bytes, device, stream, .. } => {
                 let stream = self.streams[device as usize][stream as usize];
-                let request = warpool::memory::Request::new(DeviceId(device), stream, bytes).in_pool(MemPoolId::DEFAULT);
+                let request =
+                    warpool::memory::Request::new(DeviceId(device), stream, bytes).in_pool(MemPoolId::DEFAULT);
                 self.blocks[id as usize] = Some(self.allocator.allocate_raw(request)?);
                 Ok(())
             }
@@ -265,4 +266,3 @@ impl Device {
         self.pending.iter().filter(|&&counts| counts).count() as u64
     }
 }
-

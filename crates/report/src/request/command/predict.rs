@@ -23,8 +23,8 @@ const TOLERANCE_SHARE: u64 = 512;
 const TOLERANCE_LEAST: u64 = 2 << 20;
 
 /// `device`: whether it fits on the device that was named, with the first settings; the request that ran out of memory
-/// there. `settings`: what it needs with each. `cards`: which it fits on. With `out`, the snapshot of the first settings
-/// is written there: on the named device if it fits, else on one with enough memory.
+/// there. `settings`: what it needs with each. `cards`: which it fits on. With `out`, the snapshot of the first
+/// settings is written there: on the named device if it fits, else on one with enough memory.
 ///
 /// The first source is the steps, the second an object with `frames`, lists of name, file and line, and `stacks`, lists
 /// of numbers of frames.
