@@ -50,7 +50,21 @@ def main(arguments: Optional[List[str]] = None) -> int:
     worker.add_argument("--until", type=float, required=True)
     worker.add_argument("--dry", action="store_true")
     commands.add_parser("constants", help="print memory outside the allocator; nothing else may use the GPU meanwhile")
+    fitting = commands.add_parser("fit", help="make a table of rules of raw measurements; needs no GPU")
+    fitting.add_argument("raw", nargs="+", help="what `measure` wrote")
+    fitting.add_argument("-o", "--output", required=True, help="file to write: tables/CARD.json")
+    fitting.add_argument("--only", action="append", help="this operator only, as aten.sum.default; may be repeated")
+    checking = commands.add_parser("check", help="compare a table with the operators of whole programs")
+    checking.add_argument("operators", help="operators.jsonl.xz of tests/gpu/predict_truth.py")
+    checking.add_argument("table", help="what `fit` wrote")
+    checking.add_argument("--most", type=int, default=40, help="operators to print (40)")
     chosen = parser.parse_args(arguments)
+    if chosen.command == "fit":
+        return _fit(chosen)
+    if chosen.command == "check":
+        from . import check
+
+        return check.main(chosen.table, chosen.operators, chosen.most)
     if chosen.command == "measure":
         return measure(chosen)
     if chosen.command == "worker":
@@ -63,6 +77,20 @@ def read(path: str) -> Iterator[Dict[str, Any]]:
     with lzma.open(path, "rt", encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)
+
+
+def _fit(chosen: argparse.Namespace) -> int:
+    """Writes the table, and prints the error of each rule on calls that it was not fitted to."""
+    from . import fit
+
+    table, rows = fit.fit((line for path in chosen.raw for line in read(path)), chosen.only)
+    text = json.dumps(table, separators=(",", ":"))
+    Path(chosen.output).write_text(text + "\n")
+    print(f"{'operator':55} {'rule':10} {'calls':>6} {'error':>8}  wrong of held out")
+    for name, kind, count, error, bad, tried in sorted(rows, key=lambda it: -it[3]):
+        print(f"{name:55} {kind:10} {count:6} {error:8.2%}  {bad} of {tried}")
+    print(f"{len(table['outputs'])} operators ask for outputs only, {len(rows)} have rules; {len(text) / 1024:.0f} KiB")
+    return 0
 
 
 def measure(chosen: argparse.Namespace) -> int:
