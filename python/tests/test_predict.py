@@ -175,7 +175,7 @@ class Operators(unittest.TestCase):
             }
         )
         found = asked(lambda: floats(4).relu(), table)
-        self.assertEqual(found, ["a0 4K", "a1 2K", "a2 4K", "f1", "a3 1K", "f3", "f0"])
+        self.assertEqual(found, ["a0 4K", "a1 2K", "a2 4K", "f1", "a3 1K", "f0", "f3"])
 
     def test_library_keeps_its_workspace_for_each_stream(self) -> None:
         table = Table({"aten.mm.default": Steps([("output", 0)], [("cublas", 8 * MIB)])})

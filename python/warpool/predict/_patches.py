@@ -180,6 +180,8 @@ def _patch_cuda(patches: Patches, recorder: Any, card: _cards.Card, devices: int
             if hasattr(accelerator, name):
                 patches.set(accelerator, name, value)
     patches.set(fake_tensor, "init_gpu_context", lambda device=None: None)
+    # Transformers asks for it, and takes a model for traced: then it makes masks that it leaves out otherwise.
+    patches.set(torch._subclasses, "FakeTensor", type("FakeTensor", (), {}))
     patches.set(fake_tensor.FakeTensorMode, "avoid_device_init", property(lambda mode: True))
 
 

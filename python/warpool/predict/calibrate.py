@@ -62,9 +62,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
     if chosen.command == "fit":
         return _fit(chosen)
     if chosen.command == "check":
-        from . import check
+        from . import compare_programs
 
-        return check.main(chosen.table, chosen.operators, chosen.most)
+        return compare_programs.main(chosen.table, chosen.operators, chosen.most)
     if chosen.command == "measure":
         return measure(chosen)
     if chosen.command == "worker":
