@@ -69,18 +69,18 @@ _WEIGHTS = (0.5, 1.0, 1.0, 0.5, 0.5, 1.0, 2.0, 2.0, 1.0, 0.3)
 
 
 def distance(first: Sequence[int], second: Sequence[int]) -> float:
-    """Between two points, in logarithms; whether channels are a multiple of 8 decides about padding."""
+    """Between two points, in logarithms; few channels, or not a multiple of 8, need padding or another algorithm."""
     result = 0.0
     for weight, one, other in zip(_WEIGHTS, first, second):
         if one != other:
             result += weight * abs(math.log2(max(one, 0.5)) - math.log2(max(other, 0.5)))
     for place in (1, 2):
-        result += 1.5 * (_alignment(first[place]) != _alignment(second[place]))
+        result += 8 * (_alignment(first[place]) != _alignment(second[place]))
     return result
 
 
 def _alignment(channels: int) -> int:
-    return 3 if channels % 8 == 0 else 2 if channels % 4 == 0 else channels % 2
+    return (3 if channels % 8 == 0 else 2 if channels % 4 == 0 else channels % 2) + (10 if channels < 8 else 0)
 
 
 def label(problem: Problem, size: int) -> List[Any]:

@@ -18,6 +18,8 @@ CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 # More calls of an operator add nothing to a tree.
 MOST = 150
 DEPTH = 6
+# More events than this in a call are one temporary, as large as the most that there was at once.
+LONG = 60
 # What is written.
 DIGITS = 4
 
@@ -328,7 +330,7 @@ def fit(lines: Iterator[Dict[str, Any]], only: Optional[Sequence[str]] = None) -
         if only and name not in only:
             continue
         found = measured[name]
-        if all(not sizes_of(it.events) for it in found):
+        if name not in formulas.OPERATORS and all(not sizes_of(it.events) for it in found):
             # In the order in which they are made, if that is always the order in which they are returned.
             if all([e[1] for e in it.events] == sorted(e[1] for e in it.events) for it in found):
                 outputs.append(name)
@@ -342,6 +344,13 @@ def fit(lines: Iterator[Dict[str, Any]], only: Optional[Sequence[str]] = None) -
     return {**about, "outputs": outputs, "operators": rules}, rows
 
 
+def _short(it: Sample) -> Sample:
+    """One temporary in place of many, with the same peak."""
+    outputs: List[Tuple[Any, ...]] = [("output", number) for number in range(len(it.call.outputs))]
+    size = peak(it.events, it.call.outputs) - sum(array.nbytes for array in it.call.outputs)
+    return it._replace(events=outputs + ([("alloc", 0, size), ("free", 0)] if size > 0 else []))
+
+
 def _rule(name: str, found: List[Sample], machine: formulas.Machine) -> Tuple[Dict[str, Any], str, float, int, int]:
     seen = [it for it in found if not it.held_out] or found
     tried = [it for it in found if it.held_out] or found
@@ -349,9 +358,11 @@ def _rule(name: str, found: List[Sample], machine: formulas.Machine) -> Tuple[Di
     if fitted is not None:
         rule = fitted(seen, machine, wrong)
         error, bad = wrong(rule, tried, machine)
-        return rule, "formula", error, bad, len(tried)
+        return fitted(found, machine, wrong), "formula", error, bad, len(tried)
     if name in CONVOLUTIONS:
         error, bad = wrong(convolutions.fit(seen), tried, machine)
         return convolutions.fit(found), "nearest", error, bad, len(tried)
+    if max(len(it.events) for it in found) > LONG:
+        seen, found = [_short(it) for it in seen], [_short(it) for it in found]
     error, bad = wrong({"tree": tree(seen)}, tried, machine)
     return {"tree": tree(found)}, "tree", error, bad, len(tried)

@@ -241,6 +241,12 @@ def reduction(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]
         array = preserved(array, dtype)
         copied = array.nbytes
         events.append(("alloc", "copy", copied))
+    if call["dim"] is None:
+        # Those that flatten their argument.
+        if ("arg" in call.name or "aminmax" in call.name) and not array.contiguous:
+            array = Array(array.dtype, (array.numel,), (1,))
+            copied = array.nbytes
+            events.append(("alloc", "copy", copied))
     accumulated, vector = rule["by"].get(array.dtype, rule["by"].get("other", [array.itemsize, 4]))
     itemsize = call.outputs[0].itemsize
     events += reduced(array, _dims(call), machine, accumulated, vector, itemsize)
@@ -385,19 +391,20 @@ OPERATORS["aten._scaled_dot_product_flash_attention_backward.default"] = _plain(
 # Sorting by cub, and gradients of embeddings, which sort the indices.
 
 
-def radix(count: int, key: int, value: int) -> int:
+def radix(count: int, key: int, value: int, bits: int = 64) -> int:
     """Temporary storage of cub's radix sort of pairs: a second copy of both, counters for each tile and each byte of
-    the keys. The tiles' sizes are those that the measured sizes show."""
+    the keys that is sorted by. The tiles' sizes are those that the measured sizes show."""
     if count <= _SINGLE_TILE.get((key, value), 3000):
         return 1
     tile = _TILES.get((key, value), 5376)
     round_up = lambda n: _up(n, 256) * 256  # noqa: E731
-    copies = round_up(count * key) + (round_up(count * value) if value else 0)
-    return copies + key * 2048 + 511 + _up(count, tile) * 1024
+    passes = min(key, _up(bits, 8))
+    copies = round_up(count * key) + round_up(count * value) if passes > 1 else 0
+    return copies + passes * 2048 + 511 + _up(count, tile) * 1024
 
 
 # By bytes of keys and values.
-_TILES = {(8, 8): 4608, (4, 8): 5376, (2, 8): 5632, (4, 4): 6528}
+_TILES = {(1, 8): 3456, (8, 8): 4608, (4, 8): 5376, (2, 8): 5632, (4, 4): 6528}
 _SINGLE_TILE = {(8, 8): 2560, (4, 4): 4608}
 
 
@@ -448,3 +455,185 @@ def embedding_backward(call: Call, rule: Dict[str, Any], machine: Machine) -> Li
 
 OPERATORS["aten.embedding_dense_backward.default"] = _plain("embedding_backward")
 OPERATORS["aten._embedding_bag_backward.default"] = _plain("embedding_backward")
+
+
+@formula("softmax_backward")
+def softmax_backward(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """SoftMax.cu: the product of gradient and output; log_softmax needs none."""
+    before, after = _copies(call, ("grad_output", "output"))
+    grad = call["grad_output"]
+    product_of = [] if "log" in call.name or not grad.numel else temporary("product", grad.nbytes)
+    return before + _made(call) + product_of + after
+
+
+@formula("safe_softmax")
+def safe_softmax(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """Which elements are minus infinity, in which rows all are."""
+    array = call["self"]
+    if not array.numel:
+        return _made(call)
+    events: List[Event] = [("alloc", "masked", array.numel), ("alloc", "rows", array.numel // array.shape[call["dim"]])]
+    return _made(call) + events + temporary("zero", 4) + [("free", "rows"), ("free", "masked")]
+
+
+OPERATORS["aten._softmax_backward_data.default"] = _plain("softmax_backward")
+OPERATORS["aten._log_softmax_backward_data.default"] = _plain("softmax_backward")
+OPERATORS["aten._safe_softmax.default"] = _plain("safe_softmax")
+
+
+@formula("efficient_attention_backward")
+def efficient_attention_backward(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """mem_eff_attention/kernel_backward.h: accumulated gradients of the query in tiles, each with a counter."""
+    query = call["query"]
+    if not query.numel:
+        return _made(call)
+    batch, heads, rows, width = query.shape
+    sums = batch * heads * rows * 4
+    events: List[Event] = _made(call)
+    half = query.itemsize == 2
+    held = ["sums"]
+    if half:
+        events.append(("alloc", "sums", sums))
+    else:
+        events += [("alloc", "product", query.numel * 4), ("alloc", "sums", sums)]
+        if heads > 1 and rows > 1:
+            events += [("alloc", "sums in order", sums), ("free", "sums")]
+            held = ["sums in order"]
+        events.append(("free", "product"))
+    if width <= 64:
+        size = _up(rows, 64) * (64 * 64 * 4 + 16)
+    elif half and width <= 128:
+        size = _up(rows, 128) * (128 * 128 * 4 + 16)
+    else:
+        size = _up(rows, 128) * _up(width, 64) * (128 * 64 * 4 + 16) + (half << 17)
+    events.append(("alloc", "workspace", batch * heads * size))
+    return events + [("free", held[0]), ("free", "workspace")]
+
+
+@formula("efficient_attention")
+def efficient_attention(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """Values with more than 128 elements in half precision are accumulated in float32."""
+    query, value = call["query"], call["value"]
+    size = query.numel // max(1, query.shape[-1]) * value.shape[-1] * 4
+    return _made(call) + (temporary("sums", size) if query.itemsize == 2 and value.shape[-1] > 128 else [])
+
+
+OPERATORS["aten._scaled_dot_product_efficient_attention_backward.default"] = _plain("efficient_attention_backward")
+OPERATORS["aten._scaled_dot_product_efficient_attention.default"] = _plain("efficient_attention")
+
+
+@formula("sort")
+def sort(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """Sort.cu: a bitonic sort of rows up to 4096, cub's radix sort of one row, or of many with their numbers."""
+    array = call["self"]
+    if not array.numel or not array.dim:
+        return _made(call)
+    dim = call["dim"]
+    dim = (-1 if dim is None else dim) % array.dim
+    size, count, item = array.shape[dim], array.numel, array.itemsize
+    if size <= 4096:
+        return _made(call) + temporary("order", size * 8)
+    if count == size:
+        events: List[Event] = [("alloc", "order", size * 8), *temporary("sort", radix(size, item, 8))]
+        return _made(call) + events + [("free", "order")]
+    held: List[Event] = []
+    if array.stride[dim] != 1:
+        held += [("alloc", "values", count * item), ("alloc", "sorted values", count * item)]
+        held.append(("alloc", "indices", count * 8))
+    held += [("alloc", "order", count * 8), ("alloc", "sorted order", count * 8)]
+    events = held + [("alloc", "keys", count * item), *temporary("sort", radix(count, item, 8)), ("free", "keys")]
+    events += temporary("rows", 4607 + _up(count, 5632) * 1024)
+    return _made(call) + events + [("free", it[1]) for it in reversed(held)]
+
+
+OPERATORS["aten.sort.default"] = _plain("sort")
+OPERATORS["aten.sort.stable"] = _plain("sort")
+
+
+@formula("index_put")
+def index_put(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """Indexing.cu: with `accumulate`, indices are sorted; otherwise masks become indices."""
+    indices = [it for it in call["indices"] if isinstance(it, Array)]
+    values = call["values"]
+    masks = [it for it in indices if it.dtype in ("bool", "uint8") and it.cuda and it.numel]
+    if masks:
+        if len(indices) == 1 and values.numel == 1 and not call["accumulate"]:
+            # Becomes masked_fill.
+            return _made(call)
+        # The number of true elements is not known: half of them.
+        inside = [("alloc", f"indices {number}", it.numel * 4 * it.dim) for number, it in enumerate(masks)]
+        return _made(call) + inside + [("free", it[1]) for it in reversed(inside)]
+    if not call["accumulate"]:
+        return _made(call) + (temporary("value", values.itemsize) if not values.cuda and not values.dim else [])
+    dims = max([it.dim for it in indices] + [0])
+    shape = [max(it.shape[place - dims + it.dim] if place >= dims - it.dim else 1 for it in indices) for place in range(dims)]
+    count = product(shape)
+    if not count or call["self"].numel == 0:
+        return _made(call)
+    order: List[Event] = [("alloc", "linear", count * 8), ("alloc", "linear index", count * 8), ("free", "linear")]
+    held: List[Event] = [("alloc", name, count * 8) for name in ("sorted", "order", "range")]
+    target = call["self"]
+    last = max(place for place, it in enumerate(call["indices"]) if isinstance(it, Array))
+    largest = (target.numel - 1) // max(1, product(target.shape[last + 1 :]))
+    size = radix(count, 8, 8, max(1, largest.bit_length()))
+    order += [*held, *temporary("sort", size), *(("free", it[1]) for it in reversed(held))]
+    return _made(call) + order + [("free", "linear index")]
+
+
+for _name in ("index_put.default", "index_put_.default", "_index_put_impl_.default", "_unsafe_index_put.default"):
+    OPERATORS[f"aten.{_name}"] = _plain("index_put")
+
+
+@formula("copy")
+def copy(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """Copy.cu: between host and GPU, elements may be cast and brought in order in a temporary on the GPU."""
+    made = call.name.endswith("_to_copy.default")
+    source = call["self"] if made else call["src"]
+    target = (call.outputs[0] if call.outputs else None) if made else call["self"]
+    late = bool(call["non_blocking"])
+    if not isinstance(source, Array) or "s" in source.where or not source.numel:
+        return _made(call)
+    if target is None:
+        # The result is on the host, where it has the same order if there are no gaps.
+        device, dtype = call["device"], call["dtype"]
+        if device is None or not device.text.startswith("cpu") or not source.cuda:
+            return _made(call)
+        target = preserved(source, dtype.text if dtype is not None else source.dtype)._replace(where="c")
+    if source.cuda == target.cuda:
+        return _made(call)
+    same = source.dtype == target.dtype
+    if same and (source.shape, source.stride) == (target.shape, target.stride) and source.dense:
+        return _made(call)
+    if same and source.contiguous and target.contiguous:
+        return _made(call)
+    if target.cuda:
+        # Elements are cast on the host, or late ones on the GPU.
+        if late:
+            size = 0 if target.contiguous and same else target.numel * source.itemsize
+        else:
+            size = 0 if target.contiguous else target.nbytes
+        return _made(call) + temporary("in order", size)
+    events: List[Event] = []
+    if late and not same:
+        events += [("alloc", "cast", target.nbytes)]
+    if not source.contiguous:
+        events += [("alloc", "in order", target.nbytes if late else source.nbytes)]
+    return events + [("free", it[1]) for it in reversed(events)]
+
+
+OPERATORS["aten._to_copy.default"] = _plain("copy")
+OPERATORS["aten.copy_.default"] = _plain("copy")
+
+
+@formula("foreach_norm")
+def foreach_norm(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """ForeachReduceOp.cu: a partial result for each chunk of 65536 elements of the largest tensor, for all tensors."""
+    listed = [it for it in call["self"] if isinstance(it, Array)]
+    if not listed:
+        return _made(call)
+    chunks = max(_up(it.numel, 65536) for it in listed)
+    wide = max(4, listed[0].itemsize if rule.get("wide") is None else rule["wide"])
+    return [("alloc", "partial", len(listed) * chunks * wide), *_made(call), ("free", "partial")]
+
+
+OPERATORS["aten._foreach_norm.Scalar"] = _plain("foreach_norm")
