@@ -99,7 +99,7 @@ impl Requests {
         device.allocator.observers().detach(tracker);
         let mut snapshot = device.allocator.snapshot(SnapshotOptions::default())?;
         clock.set_times(&mut snapshot);
-        name_default_streams(&mut snapshot, &device);
+        number_streams(&mut snapshot, &device)?;
         Ok(Some(Placed { outcome, snapshot }))
     }
 }
@@ -137,9 +137,14 @@ impl Clock {
 }
 
 /// Streams get the program's numbers in place of the simulated driver's handles: 0 is each device's default stream.
-fn name_default_streams(snapshot: &mut Snapshot, device: &Device) {
+fn number_streams(snapshot: &mut Snapshot, device: &Device) -> Result<()> {
+    let mut handles = Vec::new();
+    for streams in &device.streams {
+        let of_device = streams.iter().map(|&stream| Ok(device.driver.stream_handle(stream)?.raw.0));
+        handles.push(of_device.collect::<Result<Vec<_>>>()?);
+    }
     let number = |owner: usize, stream: u64| {
-        let found = device.streams.get(owner).and_then(|streams| streams.iter().position(|&id| id.0 == stream));
+        let found = handles.get(owner).and_then(|handles| handles.iter().position(|&handle| handle == stream));
         found.map_or(stream, |number| number as u64)
     };
     for (owner, trace) in snapshot.traces.iter_mut().enumerate() {
@@ -148,6 +153,7 @@ fn name_default_streams(snapshot: &mut Snapshot, device: &Device) {
     for segment in &mut snapshot.segments {
         segment.stream = number(usize::try_from(segment.device).unwrap_or(0), segment.stream);
     }
+    Ok(())
 }
 
 /// The simulated GPUs of a run.
