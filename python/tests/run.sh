@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests the Python package and its C++ layer on the simulated GPU, then builds a wheel like the distributed one,
 # installs it into an empty environment and uses it there. Needs Python 3.9 or later (for the wheel 3.10), a Rust
-# toolchain, PyPI and a C++ compiler; no PyTorch, no GPU. With `--short` the wheel has what these tests compiled, for
-# this machine alone, and no backend: half a minute instead of ten.
+# toolchain, PyPI and a C++ compiler; no GPU. PyTorch is installed for the predictions. With `--short` the wheel has
+# what these tests compiled, for this machine alone, and no backend: half a minute instead of ten.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export WARPOOL_DRIVER=sim PYTHONDONTWRITEBYTECODE=1
@@ -22,8 +22,23 @@ fi
 for test in answers ranks native enable sleep backend compare; do
   PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so python3 "python/tests/test_$test.py"
 done
-# Through torch.distributed, where this Python has PyTorch; it says so where not.
-PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so python3 python/tests/torch_ranks.py
+PYTHONPATH=python python3 python/tests/test_predict_parts.py
+# Predictions, with the real PyTorch for CUDA (no GPU is needed): installed once, 3 GB. WARPOOL_TORCH_PYTHON names a
+# Python that has it.
+torch_python=${WARPOOL_TORCH_PYTHON:-$target/torch/bin/python}
+if ! "$torch_python" -c 'import numpy, torch' 2>/dev/null; then
+  python3 -m venv --clear "$target/torch" &&
+    timeout 1200 "$target/torch/bin/pip" install -q --no-cache-dir numpy 'torch==2.11.*' ||
+    true
+  torch_python=$target/torch/bin/python
+fi
+if "$torch_python" -c 'import numpy, torch' 2>/dev/null; then
+  PYTHONPATH=python "$torch_python" python/tests/test_predict.py
+  # A job's ranks gather one report, through torch.distributed.
+  PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so "$torch_python" python/tests/torch_ranks.py
+else
+  echo "PyTorch could not be installed from the package index: predictions and gather_report were NOT tested"
+fi
 # The C++ layer, against the headers of one version of PyTorch, with its libc10 and libc10_cuda.
 if ! command -v "${CXX:-c++}" >/dev/null; then
   echo "a C++ compiler is not installed: the C++ layer was NOT compiled"

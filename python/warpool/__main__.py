@@ -1,4 +1,4 @@
-"""`python -m warpool`: the command `warpool` of the installed wheel."""
+"""`python -m warpool`: the command `warpool` of the installed wheel, and `predict`."""
 
 import os
 import subprocess
@@ -19,7 +19,11 @@ def _folders() -> Iterator[Path]:
 
 
 def main() -> int:
-    """Runs the command in place of this process; on Windows, beside it."""
+    """Runs the command in place of this process; on Windows, beside it. `predict` is Python's own."""
+    if sys.argv[1:2] == ["predict"]:
+        from .predict._command import main as predict
+
+        return predict(sys.argv[2:])
     for folder in _folders():
         command = folder / ("warpool.exe" if sys.platform == "win32" else "warpool")
         # A wheel's command is an executable; a script of an entry point would be Python, and call this again.

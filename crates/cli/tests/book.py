@@ -347,6 +347,9 @@ class Book:
                 continue
             elif self.runner.is_slow:
                 continue
+            elif before is not None and before.page == block.page and {"torch", "gpu"} & set(before.marks):
+                self.counts["outputs of what cannot run here, not compared"] += 1
+                continue
             else:
                 self.fail(block, "no command gives this text: put <!-- warpool ... --> above it")
                 continue

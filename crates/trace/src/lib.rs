@@ -47,6 +47,7 @@ mod printable;
 pub mod ranks;
 mod read;
 pub mod replay;
+pub mod requests;
 mod snapshot;
 pub mod stacks;
 mod steps;

@@ -3,6 +3,7 @@
 mod cards;
 mod diff;
 mod explain;
+mod predict;
 mod ranks;
 mod replay;
 mod tune;
@@ -26,6 +27,7 @@ pub fn answer(command: &str, options: Options, sources: &[Source<'_>], work: &Wo
         ("tune", [_, ..]) => tune::answer(options, sources, work),
         ("diff", [before, after]) => diff::answer(options, [before, after], work),
         ("view", [source]) => view::answer(options, source, work),
+        ("predict", [steps, stacks]) => predict::answer(options, steps, stacks, work),
         ("cards", []) => cards::answer(options),
         _ => {
             Err(Error::Internal(format!("the request is wrong: no command {command} of {} recordings", sources.len())))

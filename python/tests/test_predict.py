@@ -1,0 +1,535 @@
+"""Tests of `warpool.predict` with a real PyTorch, on a machine without a GPU. WARPOOL_ANSWERS_LIBRARY is the path of
+the shared object.
+
+Most programs are a few lines, and what they ask of the allocator is written down by hand. `predict_digests.json` has the
+digest of what larger ones ask; after a change that is meant, `WARPOOL_WRITE_DIGESTS=1` writes it again.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from unittest import mock
+
+import torch
+from torch import nn
+
+import warpool
+import warpool.predict
+from warpool.predict import PredictionError, _assume, _recording
+
+HERE = Path(__file__).resolve().parent
+DIGESTS = HERE / "predict_digests.json"
+MIB = 1 << 20
+
+
+class Steps(NamedTuple):
+    """As `warpool.predict.operators` has it."""
+
+    order: List[Tuple[Any, ...]]
+    kept: List[Tuple[str, int]] = []
+
+
+class Table:
+    """A table of a test: only what it is given."""
+
+    measured_on = "a test"
+
+    def __init__(self, rules: Dict[str, Steps]) -> None:
+        self.rules = rules
+
+    def steps(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> Any:
+        return self.rules.get(str(func))
+
+
+def asked(program: Callable[[], Any], table: Any = None, **options: Any) -> List[str]:
+    """What a program asks of the allocator, as words: `a0 4M` is the first allocation, `f0` its free."""
+    return words(recorded(program, table, **options))
+
+
+def recorded(program: Callable[[], Any], table: Any = None, **options: Any) -> Any:
+    """The run of a program, without a report."""
+    with mock.patch.object(_recording, "_table", lambda card: table), mock.patch.object(_recording.Run, "finish"):
+        with warpool.predict.recording(**options) as run:
+            result = program()
+            # What is left is freed after the log was read.
+            log = list(run.log.events)
+            del result
+    run.log.events = log
+    return run
+
+
+def words(run: Any) -> List[str]:
+    names = ["a", "f", "u", "done", "sync", "empty", "limit"]
+    found = []
+    for at in range(0, len(run.log.events), 5):
+        head, number, size = run.log.events[at : at + 3]
+        kind, stream = head & 0xFF, head >> 16
+        text = names[kind] + (str(number) if kind <= 2 else "")
+        if kind == 0:
+            text += f" {size // 1024}K" + (f" s{stream}" if stream else "")
+        found.append(text)
+    return found
+
+
+def floats(kib: int) -> torch.Tensor:
+    """A tensor of so many KiB on the device."""
+    return torch.empty(kib * 256, device="cuda")
+
+
+class Lifetimes(unittest.TestCase):
+    def test_memory_is_freed_when_its_storage_dies(self) -> None:
+        def program() -> Any:
+            first = floats(4)
+            view = first[:10].view(2, 5)
+            del first
+            second = floats(8)
+            del view
+            return second
+
+        self.assertEqual(asked(program), ["a0 4K", "a1 8K", "f0"])
+
+    def test_in_place_and_views_ask_for_nothing(self) -> None:
+        def program() -> Any:
+            x = floats(4)
+            x.add_(1).mul_(2).zero_()
+            x[3:].t().unsqueeze(0).expand(2, -1)
+            return x
+
+        self.assertEqual(asked(program), ["a0 4K"])
+
+    def test_backward_pass_frees_what_the_forward_pass_saved(self) -> None:
+        def program() -> Any:
+            x = torch.ones(256, 256, device="cuda", requires_grad=True)
+            y = (x.exp()).sin()
+            loss = y.sum()
+            del y
+            before = torch.cuda.memory_allocated()
+            loss.backward()
+            return before, torch.cuda.memory_allocated(), x, loss
+
+        with mock.patch.object(_recording.Run, "finish"), warpool.predict.recording():
+            before, after, x, loss = program()
+            # x and exp(x), which sin saved; then x and its gradient.
+            self.assertEqual((before, after), (2 * 256 * 1024 + 512, 2 * 256 * 1024 + 512))
+            self.assertEqual((x.grad.shape, x.grad.device.type), (x.shape, "cuda"))
+
+    def test_gradients_are_taken_over_not_copied(self) -> None:
+        def program() -> Any:
+            weight = nn.Parameter(torch.empty(64, 64, device="cuda"))
+            (weight * 2).sum().backward()
+            return weight
+
+        # The parameter, the product, the sum, a one, and one gradient.
+        sizes = [word.split()[1] for word in asked(program) if word.startswith("a")]
+        self.assertEqual(sizes.count("16K"), 3)
+
+    def test_cycle_is_freed_by_the_collector(self) -> None:
+        def program() -> None:
+            holder: Dict[str, Any] = {"x": floats(4)}
+            holder["self"] = holder
+            del holder
+            gc.collect()
+
+        self.assertEqual(asked(program), ["a0 4K", "f0"])
+
+    def test_module_moves_parameter_by_parameter(self) -> None:
+        def program() -> Any:
+            model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+            model[1].weight = model[0].weight
+            parameter = model[0].weight
+            model.cuda()
+            assert model[0].weight is parameter is model[1].weight and parameter.is_cuda
+            return model
+
+        # The shared weight once.
+        self.assertEqual(asked(program), ["a0 4K", "a1 0K", "a2 0K"])
+
+    def test_large_model_takes_no_memory_of_the_host(self) -> None:
+        import resource
+
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+        def program() -> Any:
+            model = nn.Sequential(*(nn.Linear(16384, 16384) for _ in range(64)))  # 68 GB
+            return model.to("cuda", torch.bfloat16)
+
+        run = recorded(program)
+        self.assertEqual(run.log.peak[0] // MIB, 64 * 512 + 2)
+        self.assertLess(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, 1 << 20)
+
+
+class Operators(unittest.TestCase):
+    def test_temporaries_lie_between_the_outputs(self) -> None:
+        table = Table(
+            {
+                "aten.empty.memory_format": Steps([("output", 0)]),
+                "aten.relu.default": Steps([("alloc", "a", 2048), ("output", 0), ("free", "a"), ("alloc", "b", 1024)]),
+            }
+        )
+        found = asked(lambda: floats(4).relu(), table)
+        self.assertEqual(found, ["a0 4K", "a1 2K", "a2 4K", "f1", "a3 1K", "f0", "f3"])
+
+    def test_library_keeps_its_workspace_for_each_stream(self) -> None:
+        table = Table({"aten.mm.default": Steps([("output", 0)], [("cublas", 8 * MIB)])})
+
+        def program() -> Any:
+            x = torch.empty(32, 32, device="cuda")
+            results = [x @ x, x @ x]
+            with torch.cuda.stream(torch.cuda.Stream()):
+                results.append(x @ x)
+            return results
+
+        found = [word for word in asked(program, table) if "8192K" in word]
+        self.assertEqual(found, ["a1 8192K", "a4 8192K s1"])
+
+    def test_operators_without_an_entry_are_named(self) -> None:
+        table = Table({"aten.empty.memory_format": Steps([("output", 0)])})
+        with mock.patch.object(_recording, "_table", lambda card: table), warpool.predict.recording() as run:
+            floats(4).relu().relu()
+        report = run.report
+        self.assertEqual(
+            [(row["operator"], row["count"], row["output_bytes"]) for row in report.unmodelled], [("relu", 2, 8192)]
+        )
+        self.assertAlmostEqual(report.unmodelled_share, 2 / 3)
+        self.assertIn("relu (2)", str(report))
+
+
+class Streams(unittest.TestCase):
+    def test_blocks_belong_to_the_current_stream(self) -> None:
+        def program() -> Any:
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                x = floats(4)
+            return x, floats(8)
+
+        self.assertEqual(asked(program), ["a0 4K s1", "a1 8K"])
+
+    def test_recorded_use_delays_the_free(self) -> None:
+        def program(wait: bool) -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                x = floats(4)
+            x.record_stream(torch.cuda.current_stream())
+            del x
+            if wait:
+                torch.cuda.synchronize()
+            y = floats(4)
+            for _ in range(1100):
+                y.add_(1)
+
+        self.assertEqual(asked(lambda: program(True))[:3], ["a0 4K s1", "u0", "sync"])
+        self.assertEqual(asked(lambda: program(False))[:4], ["a0 4K s1", "u0", "a1 4K", "done"])
+
+    def test_backward_pass_runs_in_the_stream_of_the_forward_pass(self) -> None:
+        def program() -> Any:
+            x = torch.ones(1024, device="cuda", requires_grad=True)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                y = x.exp() * 2
+            z = y.sum()
+            z.backward()
+            return x, y, z
+
+        found = [word for word in asked(program) if word.startswith("a")]
+        self.assertEqual(
+            [word.split()[1:] for word in found if "4K" in word][:3], [["4K"], ["4K", "s1"], ["4K", "s1"]]
+        )
+        self.assertIn(["4K", "s1"], [word.split()[1:] for word in found[5:]])
+
+
+class Values(unittest.TestCase):
+    def test_values_that_follow_from_inputs_are_known(self) -> None:
+        def program() -> Any:
+            lengths = torch.tensor([3, 5, 2]).cuda()
+            mask = torch.arange(8, device="cuda")[None] < lengths[:, None]
+            assert int(lengths.max()) == 5 and bool(mask.any()) and mask.sum().item() == 10
+            assert mask.nonzero().shape == (10, 2) and torch.empty(3, 8, device="cuda")[mask].shape == (10,)
+            lengths[0] = 7
+            return lengths.cpu().tolist()
+
+        with mock.patch.object(_recording.Run, "finish"), warpool.predict.recording() as run:
+            self.assertEqual(program(), [7, 5, 2])
+        self.assertEqual(run.recorder.assumptions.made, {})
+
+    def test_floats_are_assumed_and_listed(self) -> None:
+        with warpool.predict.recording() as run:
+            loss = torch.empty(4, device="cuda").sum()
+            self.assertEqual([loss.item(), float(loss), f"{loss:.2f}"], [1.0, 1.0, "1.00"])
+        self.assertEqual(sum(row["count"] for row in run.report.assumptions), 3)
+        self.assertIn("test_predict.py", str(run.report))
+
+    def test_missing_integer_names_the_line_and_what_to_say(self) -> None:
+        def program() -> int:
+            return int((torch.empty(64, device="cuda") > 0.5).sum())  # THE LINE
+
+        with self.assertRaises(PredictionError) as caught:
+            recorded(program)
+        text = str(caught.exception)
+        self.assertRegex(text, r"test_predict\.py:\d+ \(`return int\(\(torch.*THE LINE`\): an integer is read")
+        self.assertRegex(text, r'assume\("test_predict\.py:\d+", VALUE\)')
+
+    def test_given_values_are_used(self) -> None:
+        def count() -> int:
+            return int((torch.empty(64, device="cuda") > 0.5).sum())
+
+        def rows() -> Any:
+            return (torch.empty(64, device="cuda") > 0.5).nonzero()
+
+        with mock.patch.object(_assume, "_rules", []):
+            warpool.predict.assume("count", 7)
+            warpool.predict.assume("rows", 0.25)
+            with warpool.predict.recording() as run:
+                self.assertEqual((count(), rows().shape), (7, (16, 1)))
+        self.assertTrue(all("as given" in row["text"] for row in run.report.assumptions))
+
+    def test_routing_is_spread_evenly(self) -> None:
+        with warpool.predict.recording() as run:
+            chosen = torch.empty(4096, 8, device="cuda").softmax(-1).topk(2).indices
+            counts = [int((chosen == expert).sum()) for expert in range(8)]
+        self.assertTrue(all(900 < count < 1150 for count in counts), counts)
+        self.assertIn("topk", run.report.assumptions[0]["text"])
+
+    def test_gradients_are_finite(self) -> None:
+        def program() -> float:
+            model = nn.Linear(8, 8).cuda()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cuda")
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(torch.ones(2, 8, device="cuda")).sum()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            scaler.step(optimizer)
+            scaler.update()
+            return scaler.get_scale()
+
+        with mock.patch.object(_recording.Run, "finish"), warpool.predict.recording(steps=5) as run:
+            self.assertEqual(program(), 65536.0)
+            self.assertEqual(run.steps_made, 1)
+
+
+class Reports(unittest.TestCase):
+    def test_report_says_whether_it_fits_and_where(self) -> None:
+        def program() -> Any:
+            return [torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(9)]
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "run.pickle"
+            with warpool.predict.recording(path, gpu="rtx4060") as run:
+                held = program()
+                del held
+            report = run.report
+            self.assertEqual((report.fits, report.peak_allocated_bytes), (False, 9 << 30))
+            self.assertEqual((report.out_of_memory["reserved_bytes"], report.smallest_card), (7 << 30, "RTX 3080"))
+            self.assertRegex(report.out_of_memory["line"], r"program|listcomp")
+            self.assertTrue(report.fits_on("a100-80gb") and not report.fits_on("rtx4060"))
+            for words in ("does not fit on RTX 4060", "would have run out of memory at", "expandable", "Who holds it"):
+                self.assertIn(words, str(report))
+            self.assertEqual(json.loads(report.to_json())["schema_version"], 1)
+            found = warpool.explain(path, gpu="rtx4060")
+            self.assertEqual((found.moment.allocated_bytes, found.device), (9 << 30, 0))
+            self.assertIn("test_predict.py", found.holders[0].line or found.holders[0].name)
+            self.assertTrue(warpool.replay(path).fidelity.exact)
+            self.assertEqual(len(pickle.loads(path.read_bytes())["device_traces"][0]), 36)
+
+    def test_categories_are_those_of_a_training(self) -> None:
+        with warpool.predict.recording() as run:
+            train()
+        kinds = {row["name"] for row in run.report.categories}
+        self.assertLessEqual({"parameters", "optimizer_state", "activations"}, kinds)
+
+    def test_check_fails_above_the_budget(self) -> None:
+        report = warpool.predict.check(train, budget="1GiB")
+        self.assertGreater(report.peak_reserved_bytes, 0)
+        with self.assertRaisesRegex(AssertionError, r"train needs .* more than the budget of 1 MiB"):
+            warpool.predict.check(train, budget="1MiB")
+
+    def test_everything_is_put_back(self) -> None:
+        before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
+        forward = nn.Module._apply, torch.Tensor.cuda, torch.nn.Parameter.__new__, torch.compile
+        recorded(train)
+        self.assertEqual({name: getattr(torch.cuda, name) for name in before}, before)
+        self.assertEqual((nn.Module._apply, torch.Tensor.cuda, torch.nn.Parameter.__new__, torch.compile), forward)
+        self.assertEqual(torch.ones(3).sum().item(), 3)
+        with self.assertRaises(RuntimeError):
+            with warpool.predict.recording():
+                raise RuntimeError("of the program")
+        self.assertFalse(torch.cuda.is_available())
+
+    def test_wrong_options_are_errors_that_say_so(self) -> None:
+        for options, text in (
+            ({"gpu": "nosuch"}, "nosuch"),
+            ({"gpu": "h200", "capacity": "1GiB"}, "not both"),
+            ({"capacity": "80"}, "is not a size"),
+            ({"settings": "no_such_key:1"}, "no_such_key"),
+        ):
+            with self.subTest(options=options), self.assertRaisesRegex(warpool.OptionError, text):
+                with warpool.predict.recording(**options):
+                    floats(4)
+
+
+def train() -> None:
+    """Three steps of a small network."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(256, 512),
+        nn.LayerNorm(512),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(512, 10),
+    ).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        images, labels = torch.randn(8, 3, 32, 32).pin_memory().cuda(non_blocking=True), torch.randint(10, (8,)).cuda()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def transformer() -> None:
+    """An encoder with autocast, checkpoints, a fused optimizer and a loader with workers."""
+    from torch.utils.checkpoint import checkpoint
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    loader = DataLoader(TensorDataset(torch.randn(32, 16, 64)), batch_size=8, num_workers=1, pin_memory=True)
+    for (batch,) in loader:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = checkpoint(model, batch.cuda(non_blocking=True), use_reentrant=False).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def recurrent() -> None:
+    """An LSTM over packed sequences, and SGD."""
+    torch.manual_seed(0)
+    model = nn.LSTM(16, 32, num_layers=2, batch_first=True, bidirectional=True).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(4, 9, 16).cuda(), torch.tensor([9, 7, 3, 2]), True)
+    out, _ = nn.utils.rnn.pad_packed_sequence(model(packed)[0], batch_first=True)
+    out.sum().backward()
+    optimizer.step()
+
+
+class Digests(unittest.TestCase):
+    def test_what_programs_ask_for_has_not_changed(self) -> None:
+        """Sizes, order, streams and operators, without the lines of PyTorch, which differ between its versions."""
+        version = ".".join(torch.__version__.split(".")[:2])
+        known = json.loads(DIGESTS.read_text()) if DIGESTS.exists() else {}
+        found: Dict[str, Any] = {}
+        for program in (train, transformer, recurrent):
+            run = recorded(program)
+            asked_for = words(run)
+            text = "\n".join(asked_for).encode()
+            found[program.__name__] = [len(asked_for), run.log.peak[0], hashlib.sha256(text).hexdigest()[:16]]
+            again = words(recorded(program))
+            self.assertEqual(asked_for, again, f"{program.__name__} asks for the same each time")
+        if os.environ.get("WARPOOL_WRITE_DIGESTS"):
+            DIGESTS.write_text(json.dumps({**known, version: found}, indent=1) + "\n")
+        elif version not in known:
+            print(
+                f"there are no digests for PyTorch {version}: what programs ask for was NOT compared", file=sys.stderr
+            )
+        else:
+            self.assertEqual(found, known[version])
+
+    def test_snapshot_is_the_same_each_time(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            contents = []
+            for number in range(2):
+                path = Path(folder) / f"{number}.pickle"
+                with warpool.predict.recording(path) as run:
+                    train()
+                contents.append(path.read_bytes())
+                del run
+            self.assertEqual(*contents)
+
+
+SCRIPT = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=1)
+batch = parser.parse_args().batch
+assert torch.cuda.is_available() and __name__ == "__main__"
+model = torch.nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(1000):
+    model(torch.empty(batch * 1024, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    print("step", number)
+"""
+
+
+class Command(unittest.TestCase):
+    def run_command(self, *arguments: str, script: str = SCRIPT) -> "subprocess.CompletedProcess[str]":
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "train.py"
+            path.write_text(script)
+            options = [each.replace("DIR", folder) for each in arguments]
+            at = options.index("--") if "--" in options else len(options)
+            command = [sys.executable, "-m", "warpool", "predict", *options[:at], str(path), *options[at:]]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            self.files = {each.name: each.read_text(errors="replace") for each in Path(folder).iterdir()}
+            return done
+
+    def test_script_runs_as_it_is_and_ends_after_the_steps(self) -> None:
+        done = self.run_command(
+            "--gpu", "h200", "--steps", "2", "--json", "-o", "DIR/run.pickle", "--", "--batch", "8"
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        (line,) = done.stdout.splitlines()
+        report = json.loads(line)
+        self.assertEqual((report["steps"], report["gpu"], report["fits"]), (2, "h200", True))
+        self.assertIn("step 0", done.stderr)
+        self.assertIn("run.pickle", self.files)
+
+    def test_exit_status_says_whether_it_fits(self) -> None:
+        few = ("--steps", "1", "-q")
+        self.assertEqual(self.run_command(*few, "--capacity", "600MiB", "--", "--batch", "64").returncode, 1)
+        done = self.run_command(*few, "--budget", "1MiB")
+        self.assertEqual((done.returncode, "more than the budget" in done.stdout), (1, True))
+        done = self.run_command(
+            *few,
+            script="import torch\nint(torch.empty(1, device='cuda').argmin() + "
+            "(torch.empty(2, device='cuda') > 0).sum())\n",
+        )
+        self.assertEqual(done.returncode, 2)
+        self.assertEqual(len(done.stderr.strip().splitlines()), 1, done.stderr)
+        self.assertRegex(done.stderr, r"^error: .*train\.py:2 .*--assume train\.py:2=VALUE")
+
+    def test_sweep_finds_the_largest_that_fits(self) -> None:
+        done = self.run_command(
+            "--steps", "1", "-q", "--capacity", "700MiB", "--sweep", "batch=1,16,64", "--plot", "DIR/sweep.svg"
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stdout, r"64 .*does not fit")
+        self.assertIn("The last batch of the sweep that fits", done.stdout)
+        self.assertIn("<polyline", self.files["sweep.svg"])
+
+    def test_wrong_arguments_are_errors_of_one_line(self) -> None:
+        for arguments in (["--gpu", "nosuch"], ["--sweep", "batch"], ["--steps", "0"], ["--assume", "x"]):
+            done = self.run_command(*arguments)
+            self.assertEqual(done.returncode, 2, arguments)
+            self.assertEqual(len(done.stderr.strip().splitlines()), 1, done.stderr)
+        done = subprocess.run([sys.executable, "-m", "warpool", "predict", "none.py"], capture_output=True, text=True)
+        self.assertEqual((done.returncode, "no such file" in done.stderr), (2, True))
+
+
+if __name__ == "__main__":
+    unittest.main()

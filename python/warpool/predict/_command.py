@@ -1,0 +1,272 @@
+"""`python -m warpool predict`: predicts the memory of a script."""
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from .._native import Error
+
+_HELP = """\
+Runs a PyTorch script with CUDA tensors that have no memory, and says how much GPU memory it would need, whether it fits
+on a card and with which allocator settings, and who holds the memory. Needs PyTorch, but no GPU.
+
+  python -m warpool predict --gpu a100-80gb --steps 3 train.py -- --batch 32
+  python -m warpool predict --gpu rtx4090 --sweep batch=8,16,32,64 train.py -- --epochs 1
+  python -m warpool predict --budget 20GiB --steps 3 train.py      # for CI: exit status 1 if it needs more
+"""
+_AFTER = """\
+The script ends after N steps of any optimizer (--steps), or when it ends itself. Its own output goes to stderr with
+--json. --sweep NAME=V1,V2,… runs it once for each value: an argument --NAME of the script is replaced, or added.
+
+Values: a prediction knows the values of inputs, masks and lengths, but not of what a model computes. A float that is
+read is 1.0. Where the program needs another value, an error names the line; say what it is with --assume.
+
+Exit status: 0 if it fits (and is within the budget), 1 if it does not, 2 if there is no prediction.
+"""
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """The command. Returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m warpool predict",
+        description=_HELP,
+        epilog=_AFTER,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gpu", metavar="CARD", help="the card, such as a100-80gb or rtx4090 (h200)")
+    parser.add_argument("--capacity", metavar="SIZE", help="its memory in its place, such as 79.1GiB")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many such cards the script sees (1)")
+    parser.add_argument("--steps", type=int, metavar="N", help="end the script after N steps of optimizers")
+    parser.add_argument(
+        "--settings",
+        action="append",
+        metavar="CONF",
+        help="settings of the allocator, as in PYTORCH_CUDA_ALLOC_CONF; the first are the script's, more are compared",
+    )
+    parser.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="LINE=VALUE",
+        help="a value that a prediction does not have, such as model.py:120=37",
+    )
+    parser.add_argument(
+        "--sweep", metavar="NAME=V1,V2,…", help="run it for several values of an argument of the script"
+    )
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw the sweep")
+    parser.add_argument("--budget", metavar="SIZE", help="the most reserved memory, such as 20GiB")
+    parser.add_argument("-o", "--out", metavar="FILE", help="write the snapshot, for explain, view, tune and replay")
+    parser.add_argument("--json", action="store_true", help="a JSON object for each prediction on stdout")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    parser.add_argument("script", metavar="SCRIPT", help="the script, or -m MODULE as for python")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="-- ARGS", help="its arguments")
+    chosen = parser.parse_args(arguments)
+    script_arguments = chosen.args[1:] if chosen.args[:1] == ["--"] else chosen.args
+    if not Path(chosen.script).is_file():
+        return _failed(f"{chosen.script}: there is no such file")
+    for name in ("steps", "gpus"):
+        if getattr(chosen, name) is not None and getattr(chosen, name) < 1:
+            return _failed(f"--{name} is at least 1")
+    # The program must not use a GPU that is there.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        if chosen.sweep:
+            return _sweep(chosen, script_arguments)
+        report = _predicted(chosen, script_arguments, chosen.out)
+    except (Error, OSError, ValueError) as error:
+        return _failed(str(error))
+    return _shown(chosen, report)
+
+
+def _failed(text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return 2
+
+
+def _within(chosen: Any, report: Any) -> bool:
+    from ._recording import _bytes
+
+    return report.fits and (chosen.budget is None or report.peak_reserved_bytes <= _bytes(chosen.budget))
+
+
+def _shown(chosen: Any, report: Any) -> int:
+    from ._report import size_text
+
+    if chosen.json:
+        print(report.to_json())
+    else:
+        print(report)
+        if chosen.budget is not None:
+            word = "within" if _within(chosen, report) else "more than"
+            print(f"It reserves {size_text(report.peak_reserved_bytes)}, {word} the budget of {chosen.budget}.")
+    return 0 if _within(chosen, report) else 1
+
+
+def _predicted(chosen: Any, arguments: List[str], out: Optional[str]) -> Any:
+    """Runs the script in this process."""
+    from . import _expect_torch
+
+    _expect_torch()
+    from ._assume import assume
+    from ._recording import recording
+
+    for text in chosen.assume:
+        where, separator, value = text.rpartition("=")
+        if not separator:
+            raise Error(f"--assume {text}: write LINE=VALUE, such as model.py:120=37")
+        try:
+            assume(where, json.loads(value.lower() if value in ("True", "False") else value))
+        except ValueError:
+            raise Error(f"--assume {text}: the value is a number, true or false") from None
+    progress = None if chosen.quiet else _Progress()
+    settings = chosen.settings if chosen.settings else None
+    before = sys.argv, sys.path[0], sys.stdout
+    sys.argv = [chosen.script, *arguments]
+    sys.path[0] = str(Path(chosen.script).resolve().parent)
+    if chosen.json:
+        sys.stdout = sys.stderr
+    try:
+        with recording(
+            out,
+            gpu=chosen.gpu,
+            capacity=chosen.capacity,
+            settings=settings,
+            gpus=chosen.gpus,
+            steps=chosen.steps,
+            progress=progress,
+        ) as run:
+            try:
+                runpy.run_path(chosen.script, run_name="__main__")
+            except SystemExit as ended:
+                if ended.code not in (None, 0):
+                    raise Error(f"{chosen.script} ended with status {ended.code}") from None
+    finally:
+        sys.argv, sys.path[0], sys.stdout = before
+        if progress is not None:
+            progress.end()
+    return run.report
+
+
+class _Progress:
+    """A line on stderr that is written over."""
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._start = time.monotonic()
+
+    def __call__(self, operators: int, steps: int) -> None:
+        if sys.stderr.isatty():
+            text = f"{operators} operators, {steps} steps, {time.monotonic() - self._start:.0f} s"
+            print("\r" + text.ljust(self._length), end="", file=sys.stderr, flush=True)
+            self._length = len(text)
+
+    def end(self) -> None:
+        if self._length:
+            print("\r" + " " * self._length + "\r", end="", file=sys.stderr, flush=True)
+
+
+# A sweep.
+
+
+def _sweep(chosen: Any, arguments: List[str]) -> int:
+    """One process for each value: a script may be run once in a process."""
+    import subprocess
+
+    name, separator, values = chosen.sweep.partition("=")
+    if not separator or not values:
+        raise Error(f"--sweep {chosen.sweep}: write NAME=V1,V2,…, such as batch=8,16,32")
+    reports: List[Tuple[str, Dict[str, Any]]] = []
+    with tempfile.TemporaryDirectory(prefix="warpool-") as folder:
+        for value in values.split(","):
+            command = [sys.executable, "-m", "warpool", "predict", "--json", "--quiet"]
+            for option in ("gpu", "capacity", "gpus", "steps"):
+                given = getattr(chosen, option)
+                command += [] if given is None else [f"--{option}", str(given)]
+            for text in chosen.settings or []:
+                command += ["--settings", text]
+            for text in chosen.assume:
+                command += ["--assume", text]
+            command += [chosen.script, "--", *replaced(arguments, name, value)]
+            if not chosen.quiet:
+                print(f"{name}={value} …", file=sys.stderr, flush=True)
+            log = Path(folder) / "log"
+            with log.open("w") as errors:
+                ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            if ended.returncode not in (0, 1):
+                tail = log.read_text().strip().splitlines()[-1:] or ["nothing was printed"]
+                raise Error(f"{name}={value}: {tail[0].removeprefix('error: ')}")
+            report = json.loads(ended.stdout.strip().splitlines()[-1])
+            reports.append((value, {**report, "sweep": {"name": name, "value": value}}))
+    if chosen.json:
+        for _, report in reports:
+            print(json.dumps(report))
+    else:
+        print("\n".join(sweep_lines(name, reports)))
+    if chosen.plot:
+        from ._plot import svg
+
+        Path(chosen.plot).write_text(svg(name, reports), encoding="utf-8")
+        print(f"{chosen.plot} is written.", file=sys.stderr)
+    from ._recording import _bytes
+
+    most = None if chosen.budget is None else _bytes(chosen.budget)
+    fits = any(report["fits"] and (most is None or report["peak_reserved_bytes"] <= most) for _, report in reports)
+    return 0 if fits else 1
+
+
+def replaced(arguments: List[str], name: str, value: str) -> List[str]:
+    """A script's arguments with another value of one; it is added if it is not there."""
+    found, result, skip = False, [], False
+    for position, argument in enumerate(arguments):
+        if skip:
+            skip = False
+            continue
+        key, separator, _ = argument.partition("=")
+        if key.lstrip("-").replace("-", "_") == name.replace("-", "_") and argument.startswith("-"):
+            found = True
+            if separator:
+                result.append(f"{key}={value}")
+            else:
+                result += [argument, value]
+                skip = position + 1 < len(arguments)
+        elif separator and key == name:  # As Hydra has it.
+            found = True
+            result.append(f"{name}={value}")
+        else:
+            result.append(argument)
+    return result if found else [*result, f"--{name}", value]
+
+
+def sweep_lines(name: str, reports: List[Tuple[str, Dict[str, Any]]]) -> List[str]:
+    """The largest value that fits on each card, and what each value needs."""
+    from ._report import size_text, table
+
+    settings = reports[0][1]["settings"]
+    rows = [[name, *(f"{row['settings'] or 'native'}" for row in settings), reports[0][1]["gpu_name"]]]
+    for value, report in reports:
+        rows.append(
+            [
+                value,
+                *(size_text(row["smallest_device_bytes"]) for row in report["settings"]),
+                "fits" if report["fits"] else "does not fit",
+            ]
+        )
+    lines = table("Memory of the smallest device, by settings", rows)
+    rows = [["memory", *(row["settings"] or "native" for row in settings), "cards"]]
+    groups: Dict[Any, List[str]] = {}
+    for number, card in enumerate(reports[0][1]["cards"]):
+        largest = []
+        for at in range(len(settings)):
+            fitting = [value for value, report in reports if report["cards"][number]["fits"][at]]
+            largest.append(fitting[-1] if fitting else "none")
+        groups.setdefault((round(card["bytes"] / 2**30), tuple(largest)), []).append(card["name"])
+    for (size, largest_of), names in sorted(groups.items(), key=lambda each: each[0][0]):
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        rows.append([f"{size} GiB", *largest_of, shown])
+    return lines + table(f"The last {name} of the sweep that fits", rows)

@@ -1,0 +1,228 @@
+"""`recording`: the context in which a program is predicted, and what it gives."""
+
+import contextlib
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Union
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _python_dispatch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .. import _library
+from .._inputs import size_option
+from . import _assume, _cards, _patches, _recorder
+from ._log import Log
+from ._report import Report, context_bytes
+
+# What is answered beside the settings that were asked for.
+SETTINGS = ("", "expandable_segments:True", "backend:paged")
+
+_active: List["Run"] = []
+
+
+class StopRecording(BaseException):
+    """Ends the program under a prediction: enough steps were made."""
+
+
+class Run:
+    """A prediction under way, and its result: `report` once the context has ended."""
+
+    def __init__(
+        self,
+        path: Optional[str],
+        card: _cards.Card,
+        settings: Sequence[str],
+        devices: int,
+        steps: Optional[int],
+        progress: Optional[Callable[[int, int], None]],
+    ) -> None:
+        self.path = path
+        self.card = card
+        self.settings = list(settings)
+        self.context_bytes = context_bytes(card)
+        self.steps = steps
+        self.steps_made = 0
+        self._progress = progress
+        self._shown = 0.0
+        self._start = time.perf_counter()
+        hidden = _patches.hidden_files()
+        own = hidden[1]
+        self.log = Log((own, hidden[2], hidden[0] + "utils/_python_dispatch.py", hidden[0] + "_subclasses"), set())
+        fake = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        fake.allow_meta = True
+        # Its cache gives some results a storage of their own that are views.
+        fake.cache_enabled = False
+        self.recorder = _recorder.Recorder(fake, self.log, _table(card), _assume.Assumptions())
+        self.recorder.remarks = set()
+        self.recorder.assumptions_error = _assume.PredictionError
+        self.recorder.on_operator = self._look if progress is not None else None
+        self._devices = devices
+        self._report: Optional[Report] = None
+
+    @property
+    def report(self) -> Report:
+        """What the program needs. The context must have ended."""
+        if self._report is None:
+            raise _assume.PredictionError("the report is there when the context of `recording` has ended")
+        return self._report
+
+    def step(self) -> None:
+        """An iteration has ended: called by optimizers, or by the program itself."""
+        self.steps_made += 1
+        if self.steps is not None and self.steps_made >= self.steps:
+            raise StopRecording
+
+    def _look(self) -> None:
+        if self.log.operators % 256 == 0 and time.perf_counter() - self._shown > 0.5:
+            self._shown = time.perf_counter()
+            self._progress(self.log.operators, self.steps_made)
+
+    def finish(self) -> None:
+        """Places the log, writes the snapshot and makes the report."""
+        recorded = time.perf_counter() - self._start
+        with contextlib.ExitStack() as stack:
+            path = self.path
+            if path is None:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="warpool-"))
+                path = str(Path(folder) / "prediction.pickle")
+            self._report = Report.of(self, path, recorded)
+
+
+def _table(card: _cards.Card) -> Any:
+    """What operators allocate inside; `None` where no table was measured."""
+    try:
+        from .operators import Table
+    except ImportError:
+        return None
+    return Table.load(card.key)
+
+
+@contextlib.contextmanager
+def recording(
+    path: Union[str, "os.PathLike[str]", None] = None,
+    *,
+    gpu: Optional[str] = None,
+    capacity: Union[str, int, None] = None,
+    settings: Union[str, Sequence[str], None] = None,
+    gpus: int = 1,
+    steps: Optional[int] = None,
+    progress: Optional[Callable[[int, int], None]] = None,
+) -> Iterator[Run]:
+    """Predicts the GPU memory of the code in this context, which needs no GPU.
+
+    >>> with warpool.predict.recording("run.pickle", gpu="a100-80gb") as run:
+    ...     train()
+    >>> print(run.report)
+
+    Args:
+        path: Where the snapshot is written, for `warpool explain`, `view`, `tune` and `replay`. None writes none.
+        gpu: The card, such as "a100-80gb": it has this one's memory and compute capability.
+        capacity: Its memory in its place, where the card has no name. Without both it is an H200.
+        settings: The allocator's settings, as in PYTORCH_CUDA_ALLOC_CONF, which is read if this is None; a list has
+            further settings to compare. Native, expandable segments and pages are always compared.
+        gpus: How many such cards the program sees.
+        steps: Leave the context after this many steps of optimizers.
+        progress: Called now and then with the number of operators and of steps.
+
+    Raises:
+        PredictionError: The program needs a value that a prediction does not have; the text says how to give it.
+        OptionError: An option has a value that it cannot have.
+    """
+    if _active:
+        raise _assume.PredictionError("a prediction is under way already: contexts of `recording` cannot be nested")
+    if gpu is not None and capacity is not None:
+        raise _library.OptionError("give capacity or gpu, not both")
+    size = size_option("capacity", capacity)
+    size = _bytes(size) if size is not None else None
+    card = _cards.find(gpu or "h200") if size is None else _cards.of_capacity(size)
+    if settings is None:
+        settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    asked = [settings] if isinstance(settings, str) else list(settings)
+    every = asked + [each for each in SETTINGS if each not in asked]
+    run = Run(None if path is None else os.fspath(path), card, every, gpus, steps, progress)
+    patches = _patches.Patches()
+    _patches.answer_for_hooks()
+    lifts = torch._C._only_lift_cpu_tensors()
+    hook = register_optimizer_step_post_hook(lambda *_: run.step())
+    _active.append(run)
+    ended = False
+    try:
+        torch._C._set_only_lift_cpu_tensors(True)
+        _patches.patch(patches, run.recorder, card, gpus, run.context_bytes, lambda: _leave_in_worker(patches))
+        try:
+            with run.recorder:
+                yield run
+            ended = True
+        except StopRecording:
+            ended = True
+    finally:
+        hook.remove()
+        patches.undo()
+        torch._C._set_only_lift_cpu_tensors(lifts)
+        _active.clear()
+        if ended:
+            run.finish()
+
+
+def check(
+    function: Callable[..., Any],
+    *args: Any,
+    budget: Union[str, int],
+    gpu: str = "h200",
+    settings: Optional[str] = None,
+    **kwargs: Any,
+) -> Report:
+    """Runs a function under a prediction and fails if it needs more memory than a budget: for test suites.
+
+    >>> def test_memory():
+    ...     warpool.predict.check(train_three_steps, budget="20GiB")
+
+    Args:
+        function: Called with the other arguments.
+        budget: The most reserved memory, such as "20GiB" or bytes.
+        gpu, settings: As for `recording`.
+
+    Raises:
+        AssertionError: It needs more; the text says how much, and who holds it.
+    """
+    most = _bytes(size_option("budget", budget))
+    with recording(gpu=gpu, settings=settings) as run:
+        function(*args, **kwargs)
+    report = run.report
+    if report.peak_reserved_bytes > most:
+        over = report.peak_reserved_bytes - most
+        raise AssertionError(
+            f"{getattr(function, '__name__', 'the program')} needs {_text(report.peak_reserved_bytes)} of GPU memory, "
+            f"{_text(over)} more than the budget of {_text(most)}\n\n{report}"
+        )
+    return report
+
+
+def _text(size: int) -> str:
+    from ._report import size_text
+
+    return size_text(size)
+
+
+def _bytes(size: Any) -> int:
+    """A size in bytes, from a number or a text with its unit."""
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT])(i?)B\s*", size)
+    if found is None:
+        raise _library.OptionError(f"'{size}' is not a size: write a number of bytes, or a text such as '20GiB'")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** (1 + "KMGT".index(prefix)))
+
+
+def _leave_in_worker(patches: _patches.Patches) -> None:
+    """In the process of a loader's worker: tensors have memory there."""
+    while torch._C._len_torch_dispatch_stack():
+        _python_dispatch._pop_mode()
+    torch._C._set_only_lift_cpu_tensors(False)
+    patches.undo()

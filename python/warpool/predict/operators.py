@@ -1,0 +1,308 @@
+"""What operators ask the allocator for while they run, beside their outputs.
+
+`Table.steps` answers for one call from its metadata. What it knows comes from a file of rules that `calibrate fit` made
+of measurements (`tables/*.json`), for the PyTorch version and the card that the file names:
+- operators that never ask for more than their outputs;
+- a formula of `formulas.py`, derived from PyTorch's source, with constants that were fitted;
+- a decision tree of exact expressions (`"tree"`), found by `fit.py`;
+- the nearest measured calls (`convolutions.py`), for workspaces that a library chooses, as cuDNN does for convolutions.
+
+An operator that is not in the file has no steps (`None`), unless PyTorch tags it as pointwise.
+"""
+
+import functools
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from . import calls, convolutions, formulas
+from .calls import Array, Call
+
+Step = Tuple[Any, ...]
+TABLES = Path(__file__).parent / "tables"
+
+
+class Steps(NamedTuple):
+    """What the allocator is asked for by one call."""
+
+    # ("output", i), ("alloc", name, bytes), ("free", name), in order.
+    order: List[Step]
+    # (key, bytes) of what a library keeps, for each stream, from its first use on.
+    kept: List[Tuple[str, int]] = []
+    # Bytes of outputs whose storage is larger than their elements.
+    sizes: Dict[int, int] = {}
+
+
+class Table:
+    """The rules for a card."""
+
+    def __init__(self, rules: Dict[str, Any]) -> None:
+        self.rules = rules
+        self.machine = formulas.Machine(rules["multiprocessors"], rules["threads"])
+        self.only_outputs = frozenset(rules["outputs"])
+        self.operators: Dict[str, Any] = rules["operators"]
+        self._known: Dict[Any, Optional[Steps]] = {}
+        self._pointwise: Dict[Any, bool] = {}
+        # Convolutions that were met: the first call of a kind tries algorithms.
+        self._met: Dict[Any, bool] = {}
+
+    @classmethod
+    def load(cls, card: Optional[str] = None) -> "Table":
+        """The table of this card, or else the one that there is; `measured_on` says which."""
+        names = sorted(TABLES.glob("*.json"))
+        chosen = [path for path in names if path.stem == card] or names
+        return _load(cls, str(chosen[0]), _multiprocessors(card))
+
+    @property
+    def measured_on(self) -> str:
+        """For which card and versions the rules hold."""
+        rules = self.rules
+        return f"{rules['card']}, PyTorch {rules['torch']}, CUDA {rules['cuda']}, cuDNN {rules['cudnn']}"
+
+    def error(self, name: str) -> Optional[float]:
+        """The part of the bytes that the rule got wrong on calls which it was not fitted to; None: not in the table."""
+        if name in self.only_outputs:
+            return 0.0
+        rule = self.operators.get(name)
+        return None if rule is None else rule.get("error", 0.0)
+
+    def steps(self, func: Any, args: Sequence[Any], kwargs: Dict[str, Any], outputs: Sequence[Any]) -> Optional[Steps]:
+        """What the call asks for; None if there is no rule. `outputs` are the new tensors on the GPU."""
+        name = str(func)
+        if name in self.only_outputs:
+            return _outputs_only(len(outputs))
+        rule = self.operators.get(name)
+        if rule is None:
+            return _outputs_only(len(outputs)) if self._is_harmless(func, name) else None
+        made = calls.call(func, args, kwargs, outputs)
+        key = (name, _frozen(made.arguments), tuple(made.outputs))
+        try:
+            found = self._known[key]
+        except KeyError:
+            found = self._known[key] = self.of(made)
+        if found is None or not found.kept:
+            return found
+        thread = _thread()
+        return found._replace(kept=[(f"{what} {thread}", size) for what, size in found.kept])
+
+    def of(self, call: Call) -> Optional[Steps]:
+        """The same for a call as plain data; the keys of `kept` do not name the thread."""
+        if call.name in self.only_outputs:
+            return _outputs_only(len(call.outputs))
+        rule = self.operators.get(call.name)
+        if rule is None:
+            return None
+        events = events_of(rule, call, self.machine)
+        return Steps(_complete(events, call.outputs), kept(call))
+
+    def _is_harmless(self, func: Any, name: str) -> bool:
+        found = self._pointwise.get(func)
+        if found is None:
+            found = self._pointwise[func] = self._variant(name) or _tagged_pointwise(func)
+        return found
+
+    def _variant(self, name: str) -> bool:
+        """In place or with `out`, of an operator that asks for its outputs only."""
+        parts = name.split(".")
+        if len(parts) != 3:
+            return False
+        space, base, overload = parts
+        if base.endswith("_"):
+            return f"{space}.{base[:-1]}.{overload}" in self.only_outputs
+        return overload == "out" and f"{space}.{base}.default" in self.only_outputs
+
+
+@functools.lru_cache(None)
+def _load(cls: Any, path: str, multiprocessors: Optional[int]) -> Table:
+    rules = json.loads(Path(path).read_text())
+    if multiprocessors is not None:
+        rules["multiprocessors"] = multiprocessors
+    return cls(rules)
+
+
+def _multiprocessors(card: Optional[str]) -> Optional[int]:
+    """Of a card: sizes of grids follow from them."""
+    try:
+        from ._cards import _FIGURES
+    except ImportError:
+        return None
+    figures = _FIGURES.get(card)
+    return None if figures is None else figures[1]
+
+
+@functools.lru_cache(None)
+def _outputs_only(count: int) -> Steps:
+    return Steps([("output", it) for it in range(count)])
+
+
+def _tagged_pointwise(func: Any) -> bool:
+    return any(str(it) in ("pointwise", "Tag.pointwise") for it in getattr(func, "tags", ()))
+
+
+def _thread() -> str:
+    """The thread of the GPU: autograd runs backward passes in its own."""
+    import torch
+
+    if torch._C._current_autograd_node() is not None:
+        return "thread of autograd"
+    return "thread" if threading.current_thread() is threading.main_thread() else f"thread {threading.get_ident()}"
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((name, _frozen(it)) for name, it in value.items())
+    if isinstance(value, list):
+        return tuple(_frozen(it) for it in value)
+    # 1, 1.0 and True are equal, but not the same argument.
+    return (value, type(value)) if isinstance(value, (int, float)) else value
+
+
+def _complete(events: Sequence[Step], outputs: Sequence[Array]) -> List[Step]:
+    """Each output once; what a rule leaves out comes last."""
+    order, left = [], dict.fromkeys(range(len(outputs)))
+    for event in events:
+        if event[0] == "output":
+            if event[1] not in left:
+                continue
+            del left[event[1]]
+        order.append(event)
+    return order + [("output", it) for it in left]
+
+
+# What libraries keep.
+
+_PRODUCTS = frozenset("mm addmm bmm baddbmm addbmm mv addmv dot vdot addmm_ addmv_ baddbmm_ _addmm_activation".split())
+# cuBLAS: 32 MiB for each handle (one per thread) and stream on Hopper; cuBLASLt: 1 MiB, for a product with a bias.
+CUBLAS, CUBLASLT = 32 << 20, 1 << 20
+
+
+def kept(call: Call) -> List[Tuple[str, int]]:
+    """What a call makes a library keep, if it is the first."""
+    base = call.name.split(".")[1]
+    if base not in _PRODUCTS:
+        return []
+    added = call["self"]
+    found = [("cublas", CUBLAS)]
+    if base == "addmm" and isinstance(added, Array) and added.dim == 1:
+        found.append(("cublaslt", CUBLASLT))
+    return found
+
+
+# Rules as data.
+
+
+def events_of(rule: Dict[str, Any], call: Call, machine: "formulas.Machine") -> List[Step]:
+    """The events of a call by a rule."""
+    if "formula" in rule:
+        return formulas.FORMULAS[rule["formula"]](call, rule, machine)
+    if "near" in rule:
+        return convolutions.events(call, rule, machine)
+    return tree_events(rule["tree"], call)
+
+
+def tree_events(node: Any, call: Call) -> List[Step]:
+    """Walks a decision tree: [feature, value, yes, no]; a leaf is [pattern, expressions]."""
+    while len(node) == 4:
+        name, value, yes, no = node
+        found = feature(call, name)
+        if isinstance(value, str):
+            node = yes if found == value else no
+        else:
+            node = yes if isinstance(found, (int, float)) and found <= value else no
+    pattern, expressions = node
+    sizes = iter(expressions)
+    events: List[Step] = []
+    for word in pattern.split():
+        what, number = word[0], int(word[1:])
+        if what == "o":
+            events.append(("output", number))
+        elif what == "a":
+            events.append(("alloc", number, evaluate(next(sizes), call)))
+        else:
+            events.append(("free", number))
+    return events
+
+
+def evaluate(expression: Any, call: Call) -> int:
+    """A number, or [factor, feature]."""
+    if isinstance(expression, int):
+        return expression
+    factor, name = expression
+    found = feature(call, name)
+    return int(round(factor * found)) if isinstance(found, (int, float)) else 0
+
+
+def feature(call: Call, name: str) -> Any:
+    """A property of a call: a string, a number, or None."""
+    kind, _, rest = name.partition(":")
+    if kind == "in":
+        return sum(it.nbytes for _, it in call.arrays())
+    if kind == "out":
+        return sum(it.nbytes for it in call.outputs)
+    value = _value(call, rest.split(":"))
+    return _READ[kind](value)
+
+
+def _value(call: Call, path: Sequence[str]) -> Any:
+    if path[0] == "#":
+        number = int(path[1])
+        return call.outputs[number] if number < len(call.outputs) else None
+    value = call.arguments.get(path[0])
+    if path[0] == "dim" and len(path) > 1 and path[1] == "size":
+        tensor = next((it for _, it in call.arrays()), None)
+        if isinstance(value, int) and tensor is not None and tensor.dim:
+            return tensor.shape[value]
+        return None
+    for part in path[1:]:
+        if isinstance(value, list):
+            value = value[int(part)] if -len(value) <= int(part) < len(value) else None
+        elif isinstance(value, Array):
+            place = int(part)
+            value = value.shape[place] if -value.dim <= place < value.dim else None
+        else:
+            return None
+    return value
+
+
+def _layout(value: Any) -> str:
+    if isinstance(value, Array):
+        if value.numel == 0:
+            return "empty"
+        kind = "contiguous" if value.contiguous else "channels" if value.channels_last else ""
+        return (kind or ("dense" if value.dense else "strided")) + value.where
+    if value is None:
+        return "none"
+    return "list" if isinstance(value, list) else "value"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Array):
+        return "array"
+    if isinstance(value, calls.Other):
+        return value.text
+    if isinstance(value, list):
+        return f"list of {len(value)}"
+    return str(value) if value is None or isinstance(value, (bool, str)) else "number"
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+_READ: Dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda it: it.dtype if isinstance(it, Array) else "",
+    "layout": _layout,
+    "text": _text,
+    "number": _number,
+    "numel": lambda it: it.numel if isinstance(it, Array) else None,
+    "bytes": lambda it: it.nbytes if isinstance(it, Array) else None,
+    "dims": lambda it: it.dim if isinstance(it, Array) else None,
+    "length": lambda it: len(it) if isinstance(it, list) else None,
+    "itemsize": lambda it: it.itemsize if isinstance(it, Array) else None,
+    # Of the rows along `dim`.
+    "size": _number,
+}
