@@ -58,9 +58,14 @@ def main(arguments: Optional[List[str]] = None) -> int:
     checking.add_argument("operators", help="operators.jsonl.xz of tests/gpu/predict_truth.py")
     checking.add_argument("table", help="what `fit` wrote")
     checking.add_argument("--most", type=int, default=40, help="operators to print (40)")
+    sampling = commands.add_parser("sample", help="choose a few held-out measurements, for the tests")
+    sampling.add_argument("raw", help="what `measure` wrote")
+    sampling.add_argument("-o", "--output", required=True, help="file to write, .jsonl")
     chosen = parser.parse_args(arguments)
     if chosen.command == "fit":
         return _fit(chosen)
+    if chosen.command == "sample":
+        return _sample(chosen)
     if chosen.command == "check":
         from . import check
 
@@ -90,6 +95,31 @@ def _fit(chosen: argparse.Namespace) -> int:
     for name, kind, count, error, bad, tried in sorted(rows, key=lambda it: -it[3]):
         print(f"{name:55} {kind:10} {count:6} {error:8.2%}  {bad} of {tried}")
     print(f"{len(table['outputs'])} operators ask for outputs only, {len(rows)} have rules; {len(text) / 1024:.0f} KiB")
+    return 0
+
+
+def _sample(chosen: argparse.Namespace) -> int:
+    """Writes two held-out calls of each operator, more of convolutions, without those of long arguments."""
+    from . import fit
+
+    counts: Dict[str, int] = {}
+    with open(chosen.output, "w") as file:
+        for line in read(chosen.raw):
+            if "op" not in line or line["f"] == "convolutions_benchmark" or any(it[0] in "rx" for it in line["ev"]):
+                continue
+            most = 20 if line["op"] in fit.CONVOLUTIONS else 2 if any(it[0] == "a" for it in line["ev"]) else 0
+            if not most and counts.get("outputs only", 0) < 100:
+                most, name = 1, "outputs only"
+            else:
+                name = line["op"]
+            text = json.dumps([line["op"], line["in"], line["out"], line["ev"]], separators=(",", ":"))
+            if counts.get(line["op"], 0) >= most or len(text) > 900:
+                continue
+            if not fit.sample(line["op"], line["in"], line["out"], line["ev"]).held_out:
+                continue
+            counts[line["op"]] = counts.get(line["op"], 0) + 1
+            counts[name] = counts.get(name, 0) + (name != line["op"])
+            file.write(text + "\n")
     return 0
 
 

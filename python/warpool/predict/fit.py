@@ -18,6 +18,8 @@ CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 # More calls of an operator add nothing to a tree.
 MOST = 150
 DEPTH = 6
+# No tree is grown from fewer calls.
+FEW = 5
 # More events than this in a call are one temporary, as large as the most that there was at once.
 LONG = 60
 # What is written.
@@ -149,6 +151,8 @@ def features(measured: Sequence[Sample]) -> Tuple[List[str], List[str]]:
                     numbers[f"{kind}:{path}"] = None
                 if value.dim:
                     numbers[f"size:{path}:-1"] = numbers[f"size:{path}:0"] = None
+                if value.dim > 2:
+                    numbers[f"area:{path}"] = None
                 for place in range(1, min(5, value.dim)):
                     numbers[f"size:{path}:{place}"] = None
             elif operators._number(value) is not None:
@@ -335,6 +339,8 @@ def fit(lines: Iterator[Dict[str, Any]], only: Optional[Sequence[str]] = None) -
             if all([e[1] for e in it.events] == sorted(e[1] for e in it.events) for it in found):
                 outputs.append(name)
                 continue
+        if name not in formulas.OPERATORS and name not in CONVOLUTIONS and len(found) < FEW:
+            continue
         rule, kind, error, bad, tried = _rule(name, found, machine)
         rule["measured"] = len(found)
         if error >= 0.0005:

@@ -637,3 +637,55 @@ def foreach_norm(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Eve
 
 
 OPERATORS["aten._foreach_norm.Scalar"] = _plain("foreach_norm")
+
+
+@formula("topk")
+def topk(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """TensorTopK.cu: counts of each block, when rows are cut into blocks of 256 threads."""
+    array = call["self"]
+    if not array.numel or not array.dim:
+        return _made(call)
+    dim = call["dim"]
+    size = array.shape[-1 if dim is None else dim]
+    rows = array.numel // size
+    # Rows up to the first number are cut from this size on.
+    for most, least in ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (1 << 62, 400)):
+        if rows <= most:
+            break
+    if size < least:
+        return _made(call)
+    each = max(4, min(64, _up(array.numel, machine.multiprocessors * 6 * 256))) * 256
+    blocks = _up(size, each) * rows
+    bits = 16 if array.itemsize == 8 else 8
+    sizes = (rows * array.itemsize, rows * 8, rows * bits, blocks * 512, rows * 1024, blocks * 4, blocks * 4)
+    held: List[Event] = [("alloc", f"topk {number}", it) for number, it in enumerate(sizes)]
+    scans = temporary("scan", 1279) * 2
+    return _made(call) + held + scans + [("free", it[1]) for it in reversed(held)]
+
+
+@formula("logsumexp")
+def logsumexp(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """ReduceOps.cpp: the largest elements, the exponents of all differences, their sum."""
+    array = call["self"]
+    if not array.numel or not call.outputs or not array.floating:
+        return _made(call)
+    size, item, dims = call.outputs[0].nbytes, array.itemsize, _dims(call)
+    accumulated = item if item > 4 else 4
+    vector = 8 if item == 2 else 4
+    events: List[Event] = [("alloc", "largest", size), *reduced(array, dims, machine, item, 4, name=" amax")]
+    events += [("alloc", "absolute", size), *temporary("infinite", size // item), ("free", "absolute")]
+    events += [("alloc", "exponents", preserved(array, array.dtype).nbytes), ("output", 0)]
+    events += reduced(preserved(array, array.dtype), dims, machine, accumulated, vector, name=" sum")
+    return events + [("free", "exponents"), ("free", "largest")]
+
+
+@formula("embedding")
+def embedding(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """Indices in order."""
+    before, after = _copies(call, ("indices",))
+    return before + _made(call) + after
+
+
+OPERATORS["aten.topk.default"] = _plain("topk")
+OPERATORS["aten.logsumexp.default"] = _plain("logsumexp")
+OPERATORS["aten.embedding.default"] = _plain("embedding")

@@ -95,7 +95,7 @@ class Table:
         if rule is None:
             return None
         events = events_of(rule, call, self.machine)
-        return Steps(_complete(events, call.outputs), kept(call))
+        return Steps(_complete(events, call.outputs), kept(call), sizes(call))
 
     def _is_harmless(self, func: Any, name: str) -> bool:
         found = self._pointwise.get(func)
@@ -188,6 +188,18 @@ def kept(call: Call) -> List[Tuple[str, int]]:
     if base == "addmm" and isinstance(added, Array) and added.dim == 1:
         found.append(("cublaslt", CUBLASLT))
     return found
+
+
+# The loss of each element is computed into the result, which is then made smaller and keeps its memory.
+_REDUCED_LATER = frozenset("mse_loss smooth_l1_loss binary_cross_entropy soft_margin_loss".split())
+
+
+def sizes(call: Call) -> Dict[int, int]:
+    """Bytes of outputs whose memory is larger than their elements."""
+    if call.name.split(".")[1] not in _REDUCED_LATER or not call.outputs or call["reduction"] == 0:
+        return {}
+    size = call["self"].numel * call.outputs[0].itemsize
+    return {0: size} if size > call.outputs[0].nbytes else {}
 
 
 # Rules as data.
@@ -303,6 +315,7 @@ _READ: Dict[str, Callable[[Any], Any]] = {
     "dims": lambda it: it.dim if isinstance(it, Array) else None,
     "length": lambda it: len(it) if isinstance(it, list) else None,
     "itemsize": lambda it: it.itemsize if isinstance(it, Array) else None,
+    "area": lambda it: it.shape[0] * it.shape[1] if isinstance(it, Array) and it.dim > 1 else None,
     # Of the rows along `dim`.
     "size": _number,
 }
