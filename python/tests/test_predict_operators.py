@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from warpool.predict import calls, fit, operators  # noqa: E402
-from warpool.predict.calls import Array, Call  # noqa: E402
+from warpool.predict import calls, fit, operators
+from warpool.predict.calls import Array, Call
 
 try:
     import torch
@@ -21,7 +21,8 @@ except ImportError:
 
 TABLE = operators.Table.load("h200")
 SAMPLES = [
-    fit.sample(*json.loads(line)) for line in Path(__file__).with_name("predict_operators.jsonl").read_text().splitlines()
+    fit.sample(*json.loads(line))
+    for line in Path(__file__).with_name("predict_operators.jsonl").read_text().splitlines()
 ]
 
 
@@ -96,7 +97,9 @@ class Rules(unittest.TestCase):
 
     def test_a_mean_loss_keeps_the_memory_of_all_losses(self) -> None:
         losses = array(256, 4096)
-        self.assertEqual(TABLE.of(call("aten.mse_loss.default", array(), self=losses, target=losses)).sizes, {0: 4 << 20})
+        self.assertEqual(
+            TABLE.of(call("aten.mse_loss.default", array(), self=losses, target=losses)).sizes, {0: 4 << 20}
+        )
         each = call("aten.mse_loss.default", losses, self=losses, target=losses, reduction=0)
         self.assertEqual(TABLE.of(each).sizes, {})
 

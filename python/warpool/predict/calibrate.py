@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 # One program may take this long, in seconds.
 CASE_SECONDS = 20
@@ -149,8 +150,7 @@ def measure(chosen: argparse.Namespace) -> int:
             text = "".join(json.dumps(it) + "\n" for it in [header, *lines])
             joined.write(lzma.compress(text.encode()))
             for files in (it["files"] for it in summary):
-                for path in files:
-                    joined.write(Path(path).read_bytes())
+                joined.writelines(Path(path).read_bytes() for path in files)
     for it in summary:
         print(it["text"])
     size = os.path.getsize(chosen.output)
@@ -371,7 +371,7 @@ def _constants() -> int:
         layers = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()).to("cuda", dtype)
         layers(torch.randn(4, 16, 32, 32, device="cuda", dtype=dtype)).sum().backward()
 
-    x = lambda dtype=torch.float32: torch.randn(256, 256, device="cuda", dtype=dtype)  # noqa: E731
+    x = lambda dtype=torch.float32: torch.randn(256, 256, device="cuda", dtype=dtype)
     stages: List[Tuple[str, Any]] = [
         ("fill", lambda: torch.zeros(1000, device="cuda")),
         ("random numbers", lambda: torch.randn(1000, device="cuda")),

@@ -9,7 +9,8 @@ held out: errors are those of rules that never saw them; the written rule is the
 import collections
 import hashlib
 import json
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from . import calls, convolutions, formulas, operators
 from .calls import Array, Call
@@ -234,9 +235,7 @@ def tree(measured: Sequence[Sample]) -> Any:
     """A decision tree; see `operators.tree_events`."""
     measured = measured[:MOST]
     texts, numbers = features(measured)
-    labels = [
-        json.dumps([pattern(it.events), made]) for it, made in zip(measured, expressions(measured, numbers))
-    ]
+    labels = [json.dumps([pattern(it.events), made]) for it, made in zip(measured, expressions(measured, numbers))]
     columns: Dict[str, List[Any]] = {
         name: [operators.feature(it.call, name) for it in measured] for name in [*texts, *numbers]
     }
@@ -268,7 +267,7 @@ def _split(rows: List[int], labels: Sequence[str], columns: Any, texts: Any, wei
                 if gain > best[0] * 1.0001:
                     best = (gain, (name, value))
             continue
-        known = sorted(((values[it], labels[it]) for it in rows if isinstance(values[it], (int, float))))
+        known = sorted((values[it], labels[it]) for it in rows if isinstance(values[it], (int, float)))
         # Sums of squares of the counts on both sides, kept up to date.
         yes, no = collections.Counter(), collections.Counter(counts)
         yes_squares, no_squares = 0, sum(it * it for it in counts.values())
