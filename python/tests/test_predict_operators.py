@@ -1,7 +1,7 @@
 """Tests of what operators ask for inside: the rules against measurements that they were not fitted to.
 
-`predict_operators.jsonl` has a few of them, from `python -m warpool.predict.calibrate sample RAW`: a call and the events
-of PyTorch's allocator on an H200. Needs no PyTorch, but for the last test, which says so where it is missing.
+`predict_operators.jsonl` has a few of them, from `python -m warpool.predict.calibrate sample RAW`: a call and the
+events of PyTorch's allocator on an H200. Needs no PyTorch, but for the last test, which says so where it is missing.
 """
 
 import json

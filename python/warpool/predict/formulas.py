@@ -282,9 +282,14 @@ def _fit_reduction(cast: bool) -> Any:
     return fit
 
 
-for _name in ["sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "prod.default", "prod.dim_int", "nansum.default"]:
+for _name in "sum.default sum.dim_IntList mean.default mean.dim prod.default prod.dim_int nansum.default".split():
     OPERATORS[f"aten.{_name}"] = _fit_reduction(True)
-for _name in ["amax.default", "amin.default", "aminmax.default", "max.dim", "min.dim", "max.default", "min.default", "any.default", "any.dim", "any.dims", "all.default", "all.dim", "all.dims", "argmax.default", "argmin.default", "linalg_vector_norm.default", "var.correction", "std.correction", "var_mean.correction", "std_mean.correction", "norm.ScalarOpt_dim"]:
+for _name in (
+    "amax.default amin.default aminmax.default max.dim min.dim max.default min.default any.default "
+    "any.dim any.dims all.default all.dim all.dims argmax.default argmin.default "
+    "linalg_vector_norm.default var.correction std.correction var_mean.correction std_mean.correction "
+    "norm.ScalarOpt_dim"
+).split():
     OPERATORS[f"aten.{_name}"] = _fit_reduction(False)
 
 

@@ -172,7 +172,7 @@ def _complete(events: Sequence[Step], outputs: Sequence[Array]) -> List[Step]:
 
 # What libraries keep.
 
-_PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addmm_", "addmv_", "baddbmm_", "_addmm_activation"])
+_PRODUCTS = frozenset("mm addmm bmm baddbmm addbmm mv addmv dot vdot addmm_ addmv_ baddbmm_ _addmm_activation".split())
 # cuBLAS: for each handle (one per thread) and stream, 32 MiB from Hopper on; before, what CublasHandlePool.cpp says.
 # cuBLASLt: 1 MiB, for a product with a bias.
 CUBLAS, CUBLAS_BEFORE, CUBLASLT = 32 << 20, (2 * 4096 + 16 * 8) << 10, 1 << 20
