@@ -71,7 +71,7 @@ class Rules(unittest.TestCase):
         off, total, stated = 0, 0, 0.0
         for sample in SAMPLES:
             rule = TABLE.operators.get(sample.call.name, {})
-            if "tree" in rule or "near" in rule:
+            if "tree" in rule or "near" in rule or rule.get("error"):
                 real, told = self.peaks(sample)
                 off, total = off + abs(real - told), total + real
                 stated += rule.get("error", 0.0005) * real

@@ -738,3 +738,58 @@ def upsample_backward(call: Call, rule: Dict[str, Any], machine: Machine) -> Lis
 
 
 OPERATORS["aten.upsample_bilinear2d_backward.default"] = _plain("upsample_backward")
+
+
+# Recurrent layers: cuDNN's workspace is not public. What fits: 8 MiB for each layer and direction, the weights once, and
+# multiples of gates, input and output of all steps, found by least squares; others if the sequences are packed.
+
+
+def _rnn_parts(call: Call) -> Tuple[int, List[int]]:
+    source = call["input"]
+    directions = 2 if call["bidirectional"] else 1
+    gates = {2: 4, 3: 3}.get(call["mode"], 1)
+    rows = source.numel // max(1, source.shape[-1]) * source.itemsize
+    hidden = rows * call["hidden_size"] * directions
+    weights = sum(it.nbytes for name, it in call.arrays() if name.startswith("weight["))
+    fixed = (8 << 20) * call["num_layers"] * directions
+    return fixed, [hidden * gates, rows * source.shape[-1], hidden * directions, weights]
+
+
+@formula("cudnn_rnn")
+def cudnn_rnn(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """The workspace; backward, once for the gradients of the input and once for those of the weights."""
+    fixed, parts = _rnn_parts(call)
+    factors = rule["packed" if call["batch_sizes"] else "padded"]
+    size = fixed + int(sum(factor * part for factor, part in zip(factors, parts)))
+    return _made(call) + temporary("workspace", max(0, size))
+
+
+def _fit_rnn(found: Sequence[Any], machine: Machine, wrong: Any) -> Dict[str, Any]:
+    rule: Dict[str, Any] = {"formula": "cudnn_rnn"}
+    for name in ("packed", "padded"):
+        rows = []
+        for it in found:
+            sizes = [event[2] for event in it.events if event[0] == "alloc"]
+            if bool(it.call["batch_sizes"]) == (name == "packed") and sizes:
+                fixed, parts = _rnn_parts(it.call)
+                rows.append([part / max(sizes) for part in parts] + [1 - fixed / max(sizes)])
+        rule[name] = [round(it, 3) for it in _least_squares(rows)]
+    return rule
+
+
+def _least_squares(rows: List[List[float]]) -> List[float]:
+    """Factors of all columns but the last, which they add up to; normal equations, by elimination."""
+    count = len(rows[0]) - 1
+    table = [[sum(row[i] * row[j] for row in rows) for j in range(count + 1)] for i in range(count)]
+    for i in range(count):
+        pivot = max(range(i, count), key=lambda it: abs(table[it][i]))
+        table[i], table[pivot] = table[pivot], table[i]
+        for other in range(count):
+            if other != i:
+                factor = table[other][i] / table[i][i]
+                table[other] = [one - factor * two for one, two in zip(table[other], table[i])]
+    return [table[i][count] / table[i][i] for i in range(count)]
+
+
+OPERATORS["aten._cudnn_rnn.default"] = _fit_rnn
+OPERATORS["aten._cudnn_rnn_backward.default"] = _fit_rnn
