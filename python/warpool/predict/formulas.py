@@ -740,8 +740,8 @@ def upsample_backward(call: Call, rule: Dict[str, Any], machine: Machine) -> Lis
 OPERATORS["aten.upsample_bilinear2d_backward.default"] = _plain("upsample_backward")
 
 
-# Recurrent layers: cuDNN's workspace is not public. What fits: 8 MiB for each layer and direction, the weights once, and
-# multiples of gates, input and output of all steps, found by least squares; others if the sequences are packed.
+# Recurrent layers: cuDNN's workspace is not public. What fits: 8 MiB for each layer and direction, the weights once,
+# and multiples of gates, input and output of all steps, by least squares; other multiples for packed sequences.
 
 
 def _rnn_parts(call: Call) -> Tuple[int, List[int]]:
