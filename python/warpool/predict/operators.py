@@ -114,11 +114,16 @@ class Table:
         return overload == "out" and f"{space}.{base}.default" in self.only_outputs
 
 
+# Threads that a multiprocessor holds, by compute capability, where it is not 2048 (CUDA programming guide).
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}
+
+
 @functools.lru_cache(None)
 def _load(cls: Any, path: str, figures: Any) -> Table:
     rules = json.loads(Path(path).read_text())
     if figures is not None:
         rules["capability"], rules["multiprocessors"] = figures
+        rules["threads"] = _THREADS.get(figures[0], 2048)
     return cls(rules)
 
 
