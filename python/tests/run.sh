@@ -33,10 +33,12 @@ if ! "$torch_python" -c 'import numpy, torch' 2>/dev/null; then
   torch_python=$target/torch/bin/python
 fi
 if "$torch_python" -c 'import numpy, torch' 2>/dev/null; then
+  PYTHONPATH=python "$torch_python" python/tests/test_predict_operators.py
   PYTHONPATH=python "$torch_python" python/tests/test_predict.py
   # A job's ranks gather one report, through torch.distributed.
   PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so "$torch_python" python/tests/torch_ranks.py
 else
+  PYTHONPATH=python python3 python/tests/test_predict_operators.py
   echo "PyTorch could not be installed from the package index: predictions and gather_report were NOT tested"
 fi
 # The C++ layer, against the headers of one version of PyTorch, with its libc10 and libc10_cuda.
