@@ -329,7 +329,7 @@ impl Runtime {
     pub unsafe fn keep_stream(&self, device: i32, stream: ForeignStream) -> Result<()> {
         let device = self.instance.device(self.device_id(device)?.0)?;
         // SAFETY: by this function's contract.
-        unsafe { warpool::Stream::external(&device, stream)?.promise_to_keep() };
+        unsafe { Stream::external(&device, stream)?.promise_to_keep() };
         Ok(())
     }
 
