@@ -11,7 +11,7 @@ unset WARPOOL_CONF PYTORCH_CUDA_ALLOC_CONF
 
 cargo build --package warpool-torch --package warpool-python --package warpool-cli
 export WARPOOL_ANSWERS_LIBRARY=$target/debug/libwarpool_answers.so WARPOOL_COMMAND=$target/debug/warpool
-for test in answers native enable sleep backend compare; do
+for test in answers native enable sleep backend compare predict_operators; do
   PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so python3 "python/tests/test_$test.py"
 done
 PYTHONPATH=python python3 python/tests/test_predict_parts.py

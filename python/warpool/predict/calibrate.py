@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 # One program may take this long, in seconds.
 CASE_SECONDS = 20
@@ -58,9 +59,14 @@ def main(arguments: Optional[List[str]] = None) -> int:
     checking.add_argument("operators", help="operators.jsonl.xz of tests/gpu/predict_truth.py")
     checking.add_argument("table", help="what `fit` wrote")
     checking.add_argument("--most", type=int, default=40, help="operators to print (40)")
+    sampling = commands.add_parser("sample", help="choose a few held-out measurements, for the tests")
+    sampling.add_argument("raw", help="what `measure` wrote")
+    sampling.add_argument("-o", "--output", required=True, help="file to write, .jsonl")
     chosen = parser.parse_args(arguments)
     if chosen.command == "fit":
         return _fit(chosen)
+    if chosen.command == "sample":
+        return _sample(chosen)
     if chosen.command == "check":
         from . import compare_programs
 
@@ -93,6 +99,31 @@ def _fit(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _sample(chosen: argparse.Namespace) -> int:
+    """Writes two held-out calls of each operator, more of convolutions, without those of long arguments."""
+    from . import fit
+
+    counts: Dict[str, int] = {}
+    with open(chosen.output, "w") as file:
+        for line in read(chosen.raw):
+            if "op" not in line or line["f"] == "convolutions_benchmark" or any(it[0] in "rx" for it in line["ev"]):
+                continue
+            most = 20 if line["op"] in fit.CONVOLUTIONS else 2 if any(it[0] == "a" for it in line["ev"]) else 0
+            if not most and counts.get("outputs only", 0) < 100:
+                most, name = 1, "outputs only"
+            else:
+                name = line["op"]
+            text = json.dumps([line["op"], line["in"], line["out"], line["ev"]], separators=(",", ":"))
+            if counts.get(line["op"], 0) >= most or len(text) > 900:
+                continue
+            if not fit.sample(line["op"], line["in"], line["out"], line["ev"]).held_out:
+                continue
+            counts[line["op"]] = counts.get(line["op"], 0) + 1
+            counts[name] = counts.get(name, 0) + (name != line["op"])
+            file.write(text + "\n")
+    return 0
+
+
 def measure(chosen: argparse.Namespace) -> int:
     """Starts the processes, and joins what they write."""
     from . import cases
@@ -119,8 +150,7 @@ def measure(chosen: argparse.Namespace) -> int:
             text = "".join(json.dumps(it) + "\n" for it in [header, *lines])
             joined.write(lzma.compress(text.encode()))
             for files in (it["files"] for it in summary):
-                for path in files:
-                    joined.write(Path(path).read_bytes())
+                joined.writelines(Path(path).read_bytes() for path in files)
     for it in summary:
         print(it["text"])
     size = os.path.getsize(chosen.output)
@@ -341,7 +371,7 @@ def _constants() -> int:
         layers = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()).to("cuda", dtype)
         layers(torch.randn(4, 16, 32, 32, device="cuda", dtype=dtype)).sum().backward()
 
-    x = lambda dtype=torch.float32: torch.randn(256, 256, device="cuda", dtype=dtype)  # noqa: E731
+    x = lambda dtype=torch.float32: torch.randn(256, 256, device="cuda", dtype=dtype)
     stages: List[Tuple[str, Any]] = [
         ("fill", lambda: torch.zeros(1000, device="cuda")),
         ("random numbers", lambda: torch.randn(1000, device="cuda")),

@@ -146,8 +146,9 @@ def array(tensor: Any) -> Array:
     shape = tuple(int(it) for it in tensor.shape)
     if "strided" not in str(tensor.layout):
         return Array(dtype, shape, contiguous_strides(shape), "s")
-    where = "" if tensor.device.type == "cuda" else "c"
-    if where == "c" and _pinned(tensor):
+    where = "" if tensor.device.type in ("cuda", "meta") else "c"
+    # A fake tensor is not asked: that would call an operator, and no rule needs the answer.
+    if where == "c" and not hasattr(tensor, "fake_mode") and _pinned(tensor):
         where = "p"
     return Array(dtype, shape, tuple(int(it) for it in tensor.stride()), where)
 

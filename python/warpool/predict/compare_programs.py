@@ -7,7 +7,8 @@ memory before each call: with the events that were measured within, and with tho
 import collections
 import json
 import lzma
-from typing import Any, Dict, Iterator, List, Tuple
+from collections.abc import Iterator
+from typing import Any, Dict, List, Tuple
 
 from . import fit, operators
 

@@ -8,9 +8,10 @@ the convolution asked about. Others keep their ratio to the bytes of all three. 
 """
 
 import math
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any, Dict, List, NamedTuple, Tuple
 
-from .calls import Array, Call, contiguous_strides, product
+from .calls import Array, Call, product
 
 FORWARD, INPUT, WEIGHT = "forward", "gradient of the input", "gradient of the weight"
 # Offsets that cuDNN adds for alignment are below.
@@ -53,7 +54,7 @@ class Problem(NamedTuple):
     def parts(self, padded: bool) -> Tuple[int, int, int]:
         """Bytes of input, output and weights as channels_last; `padded`: channels to a multiple of 16 bytes."""
         unit = max(1, 16 // self.weight.itemsize) if padded else 1
-        up = lambda n: -(-n // unit) * unit  # noqa: E731
+        up = lambda n: -(-n // unit) * unit
 
         def bytes_of(it: Array) -> int:
             return it.shape[0] * up(it.shape[1]) * product(it.shape[2:]) * self.weight.itemsize
@@ -146,7 +147,7 @@ def problems(call: Call) -> List[Problem]:
     transposed = bool(call["transposed"])
     first, second = (output, source) if transposed else (source, output)
     spread = [tuple(call[name]) for name in ("stride", "padding", "dilation")]
-    of = lambda kind: Problem(kind, first, weight, second, *spread, call["groups"], last)  # noqa: E731
+    of = lambda kind: Problem(kind, first, weight, second, *spread, call["groups"], last)
     if not backward:
         return [of(INPUT if transposed else FORWARD)]
     mask = call["output_mask"]
@@ -213,7 +214,7 @@ def fit(measured: Sequence[Any]) -> Dict[str, Any]:
             made = label(problem, size)
             number = labels.setdefault(repr(made), len(labels))
             near.setdefault(problem.category, []).append([problem.point, number])
-    return {"near": near, "labels": [eval(it) for it in labels]}  # noqa: S307
+    return {"near": near, "labels": [eval(it) for it in labels]}
 
 
 def found(sample: Any) -> List[Tuple[Problem, int]]:

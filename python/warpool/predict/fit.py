@@ -9,7 +9,8 @@ held out: errors are those of rules that never saw them; the written rule is the
 import collections
 import hashlib
 import json
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from . import calls, convolutions, formulas, operators
 from .calls import Array, Call
@@ -18,6 +19,8 @@ CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
 # More calls of an operator add nothing to a tree.
 MOST = 150
 DEPTH = 6
+# No tree is grown from fewer calls.
+FEW = 5
 # More events than this in a call are one temporary, as large as the most that there was at once.
 LONG = 60
 # What is written.
@@ -149,6 +152,8 @@ def features(measured: Sequence[Sample]) -> Tuple[List[str], List[str]]:
                     numbers[f"{kind}:{path}"] = None
                 if value.dim:
                     numbers[f"size:{path}:-1"] = numbers[f"size:{path}:0"] = None
+                if value.dim > 2:
+                    numbers[f"area:{path}"] = None
                 for place in range(1, min(5, value.dim)):
                     numbers[f"size:{path}:{place}"] = None
             elif operators._number(value) is not None:
@@ -230,9 +235,7 @@ def tree(measured: Sequence[Sample]) -> Any:
     """A decision tree; see `operators.tree_events`."""
     measured = measured[:MOST]
     texts, numbers = features(measured)
-    labels = [
-        json.dumps([pattern(it.events), made]) for it, made in zip(measured, expressions(measured, numbers))
-    ]
+    labels = [json.dumps([pattern(it.events), made]) for it, made in zip(measured, expressions(measured, numbers))]
     columns: Dict[str, List[Any]] = {
         name: [operators.feature(it.call, name) for it in measured] for name in [*texts, *numbers]
     }
@@ -264,7 +267,7 @@ def _split(rows: List[int], labels: Sequence[str], columns: Any, texts: Any, wei
                 if gain > best[0] * 1.0001:
                     best = (gain, (name, value))
             continue
-        known = sorted(((values[it], labels[it]) for it in rows if isinstance(values[it], (int, float))))
+        known = sorted((values[it], labels[it]) for it in rows if isinstance(values[it], (int, float)))
         # Sums of squares of the counts on both sides, kept up to date.
         yes, no = collections.Counter(), collections.Counter(counts)
         yes_squares, no_squares = 0, sum(it * it for it in counts.values())
@@ -335,6 +338,8 @@ def fit(lines: Iterator[Dict[str, Any]], only: Optional[Sequence[str]] = None) -
             if all([e[1] for e in it.events] == sorted(e[1] for e in it.events) for it in found):
                 outputs.append(name)
                 continue
+        if name not in formulas.OPERATORS and name not in CONVOLUTIONS and len(found) < FEW:
+            continue
         rule, kind, error, bad, tried = _rule(name, found, machine)
         rule["measured"] = len(found)
         if error >= 0.0005:

@@ -1,6 +1,7 @@
 """Temporaries of operators by formulas that follow PyTorch's source (2.11), where sizes follow from launch grids."""
 
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 from .calls import Array, Call, contiguous_strides, product
 
@@ -94,9 +95,7 @@ class _Iterator:
         for place, size in enumerate(self.shape):
             steps = [of[place] for of in self.strides]
             last = shape[-1] if shape else 0
-            if shape and (
-                last == 1 or size == 1 or all(last * of[-1] == step for of, step in zip(strides, steps))
-            ):
+            if shape and (last == 1 or size == 1 or all(last * of[-1] == step for of, step in zip(strides, steps))):
                 if last == 1:
                     for of, step in zip(strides, steps):
                         of[-1] = step
@@ -119,9 +118,7 @@ class _Iterator:
         if self.small:
             yield self
             return
-        extents = [
-            max((size - 1) * of[place] for of in self.strides) for place, size in enumerate(self.shape)
-        ]
+        extents = [max((size - 1) * of[place] for of in self.strides) for place, size in enumerate(self.shape)]
         place = max(range(len(extents)), key=lambda it: (extents[it], it))
         half = self.shape[place] // 2
         for size in (half, self.shape[place] - half):
@@ -260,7 +257,9 @@ _CHOICES = [(size, vector) for vector in (4, 8, 2, 16, 1) for size in (4, 8, 16,
 def _fit_reduction(cast: bool) -> Any:
     def fit(found: Sequence[Any], machine: Machine, wrong: Any) -> Dict[str, Any]:
         rule: Dict[str, Any] = {"formula": "reduction", "cast": cast, "by": {}}
-        dtypes = sorted({it.call["self"].dtype for it in found} | {it.call.outputs[0].dtype for it in found if it.call.outputs})
+        dtypes = sorted(
+            {it.call["self"].dtype for it in found} | {it.call.outputs[0].dtype for it in found if it.call.outputs}
+        )
         for dtype in dtypes:
             of = [it for it in found if it.call["self"].dtype == dtype]
             of += [it for it in found if cast and it.call.outputs and it.call.outputs[0].dtype == dtype]
@@ -286,9 +285,10 @@ def _fit_reduction(cast: bool) -> Any:
 for _name in "sum.default sum.dim_IntList mean.default mean.dim prod.default prod.dim_int nansum.default".split():
     OPERATORS[f"aten.{_name}"] = _fit_reduction(True)
 for _name in (
-    "amax.default amin.default aminmax.default max.dim min.dim max.default min.default any.default any.dim any.dims "
-    "all.default all.dim all.dims argmax.default argmin.default linalg_vector_norm.default var.correction "
-    "std.correction var_mean.correction std_mean.correction norm.ScalarOpt_dim"
+    "amax.default amin.default aminmax.default max.dim min.dim max.default min.default any.default "
+    "any.dim any.dims all.default all.dim all.dims argmax.default argmin.default "
+    "linalg_vector_norm.default var.correction std.correction var_mean.correction std_mean.correction "
+    "norm.ScalarOpt_dim"
 ).split():
     OPERATORS[f"aten.{_name}"] = _fit_reduction(False)
 
@@ -397,7 +397,7 @@ def radix(count: int, key: int, value: int, bits: int = 64) -> int:
     if count <= _SINGLE_TILE.get((key, value), 3000):
         return 1
     tile = _TILES.get((key, value), 5376)
-    round_up = lambda n: _up(n, 256) * 256  # noqa: E731
+    round_up = lambda n: _up(n, 256) * 256
     passes = min(key, _up(bits, 8))
     copies = round_up(count * key) + round_up(count * value) if passes > 1 else 0
     return copies + passes * 2048 + 511 + _up(count, tile) * 1024
@@ -459,11 +459,9 @@ OPERATORS["aten._embedding_bag_backward.default"] = _plain("embedding_backward")
 
 @formula("softmax_backward")
 def softmax_backward(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
-    """SoftMax.cu: the product of gradient and output; log_softmax needs none."""
-    before, after = _copies(call, ("grad_output", "output"))
+    """SoftMax.cu: the product of gradient and output."""
     grad = call["grad_output"]
-    product_of = [] if "log" in call.name or not grad.numel else temporary("product", grad.nbytes)
-    return before + _made(call) + product_of + after
+    return _made(call) + (temporary("product", grad.nbytes) if grad.numel else [])
 
 
 @formula("safe_softmax")
@@ -477,7 +475,6 @@ def safe_softmax(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Eve
 
 
 OPERATORS["aten._softmax_backward_data.default"] = _plain("softmax_backward")
-OPERATORS["aten._log_softmax_backward_data.default"] = _plain("softmax_backward")
 OPERATORS["aten._safe_softmax.default"] = _plain("safe_softmax")
 
 
@@ -566,12 +563,15 @@ def index_put(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]
     if not call["accumulate"]:
         return _made(call) + (temporary("value", values.itemsize) if not values.cuda and not values.dim else [])
     dims = max([it.dim for it in indices] + [0])
-    shape = [max(it.shape[place - dims + it.dim] if place >= dims - it.dim else 1 for it in indices) for place in range(dims)]
+    shape = [
+        max(it.shape[place - dims + it.dim] if place >= dims - it.dim else 1 for it in indices) for place in range(dims)
+    ]
     count = product(shape)
     if not count or call["self"].numel == 0:
         return _made(call)
     order: List[Event] = [("alloc", "linear", count * 8), ("alloc", "linear index", count * 8), ("free", "linear")]
-    held: List[Event] = [("alloc", name, count * 8) for name in ("sorted", "order", "range")]
+    held: List[Event] = [] if values.contiguous else [("alloc", "values", values.nbytes)]
+    held += [("alloc", name, count * 8) for name in ("sorted", "order", "range")]
     target = call["self"]
     last = max(place for place, it in enumerate(call["indices"]) if isinstance(it, Array))
     largest = (target.numel - 1) // max(1, product(target.shape[last + 1 :]))
@@ -637,3 +637,159 @@ def foreach_norm(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Eve
 
 
 OPERATORS["aten._foreach_norm.Scalar"] = _plain("foreach_norm")
+
+
+@formula("topk")
+def topk(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """TensorTopK.cu: counts of each block, when rows are cut into blocks of 256 threads."""
+    array = call["self"]
+    if not array.numel or not array.dim:
+        return _made(call)
+    dim = call["dim"]
+    size = array.shape[-1 if dim is None else dim]
+    rows = array.numel // size
+    # Rows up to the first number are cut from this size on.
+    for most, least in ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800), (1 << 62, 400)):
+        if rows <= most:
+            break
+    if size < least:
+        return _made(call)
+    each = max(4, min(64, _up(array.numel, machine.multiprocessors * 6 * 256))) * 256
+    blocks = _up(size, each) * rows
+    bits = 16 if array.itemsize == 8 else 8
+    sizes = (rows * array.itemsize, rows * 8, rows * bits, blocks * 512, rows * 1024, blocks * 4, blocks * 4)
+    held: List[Event] = [("alloc", f"topk {number}", it) for number, it in enumerate(sizes)]
+    scans = temporary("scan", 1279) * 2
+    return _made(call) + held + scans + [("free", it[1]) for it in reversed(held)]
+
+
+@formula("logsumexp")
+def logsumexp(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """ReduceOps.cpp: the largest elements, the exponents of all differences, their sum."""
+    array = call["self"]
+    if not array.numel or not call.outputs or not array.floating:
+        return _made(call)
+    size, item, dims = call.outputs[0].nbytes, array.itemsize, _dims(call)
+    accumulated = max(4, item)
+    vector = 8 if item == 2 else 4
+    events: List[Event] = [("alloc", "largest", size), *reduced(array, dims, machine, item, 4, name=" amax")]
+    events += [("alloc", "absolute", size), *temporary("infinite", size // item), ("free", "absolute")]
+    events += [("alloc", "exponents", preserved(array, array.dtype).nbytes), ("output", 0)]
+    events += reduced(preserved(array, array.dtype), dims, machine, accumulated, vector, name=" sum")
+    return events + [("free", "exponents"), ("free", "largest")]
+
+
+@formula("embedding")
+def embedding(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """Indices in order."""
+    before, after = _copies(call, ("indices",))
+    return before + _made(call) + after
+
+
+OPERATORS["aten.topk.default"] = _plain("topk")
+OPERATORS["aten.logsumexp.default"] = _plain("logsumexp")
+OPERATORS["aten.embedding.default"] = _plain("embedding")
+
+
+@formula("index")
+def index(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """Masks become indices, as many as the output shows; indices of different shapes are brought to one."""
+    indices = [it for it in call["indices"] if isinstance(it, Array)]
+    array = call["self"]
+    if not call.outputs or not array.numel:
+        return _made(call)
+    masks = [it for it in indices if it.dtype in ("bool", "uint8") and it.cuda]
+    held: List[Event] = []
+    if masks:
+        rest = max(1, array.numel // max(1, masks[0].numel))
+        held.append(("alloc", "count", 4))
+        counted = call.outputs[0].numel // rest * 8 * masks[0].dim
+        held += [
+            *temporary("scan", 21503),
+            ("alloc", "indices", counted),
+            *temporary("scan", 1279 + 512),
+            ("free", "count"),
+        ]
+        return held + _made(call) + [("free", "indices")]
+    dims = max([it.dim for it in indices] + [0])
+    sizes = [
+        [it.shape[place - dims + it.dim] if place >= dims - it.dim else 1 for place in range(dims)] for it in indices
+    ]
+    shape = tuple(max(of) for of in zip(*sizes))
+    for number, it in enumerate(indices):
+        if it.shape != shape or it.dtype == "int32":
+            held.append(("alloc", f"index {number}", product(shape) * 8))
+    return held + _made(call) + [("free", it[1]) for it in reversed(held)]
+
+
+OPERATORS["aten.index.Tensor"] = _plain("index")
+OPERATORS["aten._unsafe_index.Tensor"] = _plain("index")
+
+
+@formula("upsample_backward")
+def upsample_backward(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """UpSampleBilinear2d.cu: only many channels are computed in channels_last."""
+    grad = call["grad_output"]
+    if not call.outputs or grad.contiguous or grad.channels_last and grad.shape[1] >= 16:
+        return _made(call)
+    held: List[Event] = [] if call.outputs[0].contiguous else [("alloc", "gradient", call.outputs[0].nbytes)]
+    held.append(("alloc", "in order", grad.nbytes))
+    return _made(call) + held + [("free", it[1]) for it in reversed(held)]
+
+
+OPERATORS["aten.upsample_bilinear2d_backward.default"] = _plain("upsample_backward")
+
+
+# Recurrent layers: cuDNN's workspace is not public. What fits: 8 MiB for each layer and direction, the weights once,
+# and multiples of gates, input and output of all steps, by least squares; other multiples for packed sequences.
+
+
+def _rnn_parts(call: Call) -> Tuple[int, List[int]]:
+    source = call["input"]
+    directions = 2 if call["bidirectional"] else 1
+    gates = {2: 4, 3: 3}.get(call["mode"], 1)
+    rows = source.numel // max(1, source.shape[-1]) * source.itemsize
+    hidden = rows * call["hidden_size"] * directions
+    weights = sum(it.nbytes for name, it in call.arrays() if name.startswith("weight["))
+    fixed = (8 << 20) * call["num_layers"] * directions
+    return fixed, [hidden * gates, rows * source.shape[-1], hidden * directions, weights]
+
+
+@formula("cudnn_rnn")
+def cudnn_rnn(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """The workspace; backward, once for the gradients of the input and once for those of the weights."""
+    fixed, parts = _rnn_parts(call)
+    factors = rule["packed" if call["batch_sizes"] else "padded"]
+    size = fixed + int(sum(factor * part for factor, part in zip(factors, parts)))
+    return _made(call) + temporary("workspace", max(0, size))
+
+
+def _fit_rnn(found: Sequence[Any], machine: Machine, wrong: Any) -> Dict[str, Any]:
+    rule: Dict[str, Any] = {"formula": "cudnn_rnn"}
+    for name in ("packed", "padded"):
+        rows = []
+        for it in found:
+            sizes = [event[2] for event in it.events if event[0] == "alloc"]
+            if bool(it.call["batch_sizes"]) == (name == "packed") and sizes:
+                fixed, parts = _rnn_parts(it.call)
+                rows.append([part / max(sizes) for part in parts] + [1 - fixed / max(sizes)])
+        rule[name] = [round(it, 3) for it in _least_squares(rows)]
+    return rule
+
+
+def _least_squares(rows: List[List[float]]) -> List[float]:
+    """Factors of all columns but the last, which they add up to; normal equations, by elimination."""
+    count = len(rows[0]) - 1
+    table = [[sum(row[i] * row[j] for row in rows) for j in range(count + 1)] for i in range(count)]
+    for i in range(count):
+        pivot = max(range(i, count), key=lambda it: abs(table[it][i]))
+        table[i], table[pivot] = table[pivot], table[i]
+        for other in range(count):
+            if other != i:
+                factor = table[other][i] / table[i][i]
+                table[other] = [one - factor * two for one, two in zip(table[other], table[i])]
+    return [table[i][count] / table[i][i] for i in range(count)]
+
+
+OPERATORS["aten._cudnn_rnn.default"] = _fit_rnn
+OPERATORS["aten._cudnn_rnn_backward.default"] = _fit_rnn

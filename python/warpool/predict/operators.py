@@ -14,8 +14,9 @@ import functools
 import json
 import math
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from . import calls, convolutions, formulas
 from .calls import Array, Call
@@ -41,19 +42,18 @@ class Table:
     def __init__(self, rules: Dict[str, Any]) -> None:
         self.rules = rules
         self.machine = formulas.Machine(rules["multiprocessors"], rules["threads"])
+        self.capability: Tuple[int, int] = tuple(rules.get("capability", (9, 0)))  # type: ignore[assignment]
         self.only_outputs = frozenset(rules["outputs"])
         self.operators: Dict[str, Any] = rules["operators"]
         self._known: Dict[Any, Optional[Steps]] = {}
         self._pointwise: Dict[Any, bool] = {}
-        # Convolutions that were met: the first call of a kind tries algorithms.
-        self._met: Dict[Any, bool] = {}
 
     @classmethod
     def load(cls, card: Optional[str] = None) -> "Table":
         """The table of this card, or else the one that there is; `measured_on` says which."""
         names = sorted(TABLES.glob("*.json"))
         chosen = [path for path in names if path.stem == card] or names
-        return _load(cls, str(chosen[0]), _multiprocessors(card))
+        return _load(cls, str(chosen[0]), _figures(card))
 
     @property
     def measured_on(self) -> str:
@@ -95,7 +95,7 @@ class Table:
         if rule is None:
             return None
         events = events_of(rule, call, self.machine)
-        return Steps(_complete(events, call.outputs), kept(call))
+        return Steps(_complete(events, call.outputs), kept(call, self.capability), sizes(call))
 
     def _is_harmless(self, func: Any, name: str) -> bool:
         found = self._pointwise.get(func)
@@ -114,22 +114,26 @@ class Table:
         return overload == "out" and f"{space}.{base}.default" in self.only_outputs
 
 
+# Threads that a multiprocessor holds, by compute capability, where it is not 2048 (CUDA programming guide).
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}
+
+
 @functools.lru_cache(None)
-def _load(cls: Any, path: str, multiprocessors: Optional[int]) -> Table:
+def _load(cls: Any, path: str, figures: Any) -> Table:
     rules = json.loads(Path(path).read_text())
-    if multiprocessors is not None:
-        rules["multiprocessors"] = multiprocessors
+    if figures is not None:
+        rules["capability"], rules["multiprocessors"] = figures
+        rules["threads"] = _THREADS.get(figures[0], 2048)
     return cls(rules)
 
 
-def _multiprocessors(card: Optional[str]) -> Optional[int]:
-    """Of a card: sizes of grids follow from them."""
+def _figures(card: Optional[str]) -> Any:
+    """Compute capability and multiprocessors of a card: sizes of grids follow from them."""
     try:
         from ._cards import _FIGURES
     except ImportError:
         return None
-    figures = _FIGURES.get(card)
-    return None if figures is None else figures[1]
+    return _FIGURES.get(card)
 
 
 @functools.lru_cache(None)
@@ -174,20 +178,33 @@ def _complete(events: Sequence[Step], outputs: Sequence[Array]) -> List[Step]:
 # What libraries keep.
 
 _PRODUCTS = frozenset("mm addmm bmm baddbmm addbmm mv addmv dot vdot addmm_ addmv_ baddbmm_ _addmm_activation".split())
-# cuBLAS: 32 MiB for each handle (one per thread) and stream on Hopper; cuBLASLt: 1 MiB, for a product with a bias.
-CUBLAS, CUBLASLT = 32 << 20, 1 << 20
+# cuBLAS: for each handle (one per thread) and stream, 32 MiB from Hopper on; before, what CublasHandlePool.cpp says.
+# cuBLASLt: 1 MiB, for a product with a bias.
+CUBLAS, CUBLAS_BEFORE, CUBLASLT = 32 << 20, (2 * 4096 + 16 * 8) << 10, 1 << 20
 
 
-def kept(call: Call) -> List[Tuple[str, int]]:
+def kept(call: Call, capability: Tuple[int, int] = (9, 0)) -> List[Tuple[str, int]]:
     """What a call makes a library keep, if it is the first."""
     base = call.name.split(".")[1]
     if base not in _PRODUCTS:
         return []
     added = call["self"]
-    found = [("cublas", CUBLAS)]
+    found = [("cublas", CUBLAS if capability >= (9, 0) else CUBLAS_BEFORE)]
     if base == "addmm" and isinstance(added, Array) and added.dim == 1:
         found.append(("cublaslt", CUBLASLT))
     return found
+
+
+# The loss of each element is computed into the result, which is then made smaller and keeps its memory.
+_REDUCED_LATER = frozenset(["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"])
+
+
+def sizes(call: Call) -> Dict[int, int]:
+    """Bytes of outputs whose memory is larger than their elements."""
+    if call.name.split(".")[1] not in _REDUCED_LATER or not call.outputs or call["reduction"] == 0:
+        return {}
+    size = call["self"].numel * call.outputs[0].itemsize
+    return {0: size} if size > call.outputs[0].nbytes else {}
 
 
 # Rules as data.
@@ -303,6 +320,7 @@ _READ: Dict[str, Callable[[Any], Any]] = {
     "dims": lambda it: it.dim if isinstance(it, Array) else None,
     "length": lambda it: len(it) if isinstance(it, list) else None,
     "itemsize": lambda it: it.itemsize if isinstance(it, Array) else None,
+    "area": lambda it: it.shape[0] * it.shape[1] if isinstance(it, Array) and it.dim > 1 else None,
     # Of the rows along `dim`.
     "size": _number,
 }

@@ -1,0 +1,139 @@
+"""Tests of what operators ask for inside: the rules against measurements that they were not fitted to.
+
+`predict_operators.jsonl` has a few of them, from `python -m warpool.predict.calibrate sample RAW`: a call and the
+events of PyTorch's allocator on an H200. Needs no PyTorch, but for the last test, which says so where it is missing.
+"""
+
+import json
+import sys
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from warpool.predict import calls, fit, operators
+from warpool.predict.calls import Array, Call
+
+try:
+    import torch
+except ImportError:
+    torch = None  # type: ignore[assignment]
+
+TABLE = operators.Table.load("h200")
+SAMPLES = [
+    fit.sample(*json.loads(line))
+    for line in Path(__file__).with_name("predict_operators.jsonl").read_text().splitlines()
+]
+
+
+def array(*shape: int, dtype: str = "float32") -> Array:
+    return Array(dtype, shape, calls.contiguous_strides(shape))
+
+
+def call(name: str, *outputs: Array, **arguments: object) -> Call:
+    return Call(name, arguments, list(outputs))
+
+
+class Rules(unittest.TestCase):
+    def peaks(self, sample: fit.Sample) -> tuple:
+        steps = TABLE.of(sample.call)
+        outputs = sample.call.outputs
+        return fit.peak(sample.events, outputs), fit.peak(steps.order, outputs)
+
+    def test_order_has_each_output_once_and_frees_what_was_allocated(self) -> None:
+        for sample in SAMPLES:
+            steps = TABLE.of(sample.call)
+            if steps is None:
+                continue
+            made = sorted(it[1] for it in steps.order if it[0] == "output")
+            self.assertEqual(made, list(range(len(sample.call.outputs))), sample.call.name)
+            live = set()
+            for step in steps.order:
+                if step[0] == "alloc":
+                    self.assertGreaterEqual(step[2], 0, sample.call.name)
+                    self.assertNotIn(step[1], live, sample.call.name)
+                    live.add(step[1])
+                elif step[0] == "free":
+                    self.assertIn(step[1], live, sample.call.name)
+                    live.remove(step[1])
+
+    def test_formulas_are_exact(self) -> None:
+        tried = 0
+        for sample in SAMPLES:
+            rule = TABLE.operators.get(sample.call.name, {})
+            if "formula" in rule and not rule.get("error"):
+                real, told = self.peaks(sample)
+                self.assertLess(abs(real - told), 512, sample)
+                tried += 1
+        self.assertGreater(tried, 50)
+
+    def test_other_rules_are_within_their_error(self) -> None:
+        off, total, stated = 0, 0, 0.0
+        for sample in SAMPLES:
+            rule = TABLE.operators.get(sample.call.name, {})
+            if "tree" in rule or "near" in rule or rule.get("error"):
+                real, told = self.peaks(sample)
+                off, total = off + abs(real - told), total + real
+                stated += rule.get("error", 0.0005) * real
+        self.assertGreater(total, 0)
+        # The stated errors are means over more calls than these.
+        self.assertLess(off, 1.5 * stated + 0.01 * total)
+
+    def test_operators_that_ask_for_outputs_only(self) -> None:
+        tried = [it for it in SAMPLES if it.call.name in TABLE.only_outputs]
+        self.assertGreater(len(tried), 50)
+        for sample in tried:
+            self.assertEqual(fit.sizes_of(sample.events), [])
+
+    def test_an_unknown_operator_has_no_steps(self) -> None:
+        self.assertIsNone(TABLE.of(call("aten.never_heard_of.default", array(3))))
+        self.assertIsNone(TABLE.error("aten.never_heard_of.default"))
+
+    def test_a_reduction_follows_the_card(self) -> None:
+        asked = call("aten.sum.default", array(), self=array(10_000_000))
+        large = fit.sizes_of(TABLE.of(asked).order)
+        small = operators.Table({**TABLE.rules, "multiprocessors": 40})
+        self.assertGreater(sum(large), sum(fit.sizes_of(small.of(asked).order)))
+
+    def test_a_mean_loss_keeps_the_memory_of_all_losses(self) -> None:
+        losses = array(256, 4096)
+        self.assertEqual(
+            TABLE.of(call("aten.mse_loss.default", array(), self=losses, target=losses)).sizes, {0: 4 << 20}
+        )
+        each = call("aten.mse_loss.default", losses, self=losses, target=losses, reduction=0)
+        self.assertEqual(TABLE.of(each).sizes, {})
+
+    def test_what_cublas_keeps(self) -> None:
+        out, left, right = array(4, 4), array(4, 8), array(8, 4)
+        self.assertEqual(operators.kept(call("aten.mm.default", out, self=left, mat2=right)), [("cublas", 32 << 20)])
+        linear = call("aten.addmm.default", out, self=array(4), mat1=left, mat2=right)
+        self.assertEqual(operators.kept(linear), [("cublas", 32 << 20), ("cublaslt", 1 << 20)])
+
+    def test_the_table_is_small_and_says_what_it_holds_for(self) -> None:
+        for path in operators.TABLES.glob("*.json"):
+            self.assertLess(path.stat().st_size, 300 << 10)
+            rules = json.loads(path.read_text())
+            for name in ("torch", "cuda", "cudnn", "card", "how"):
+                self.assertTrue(rules[name], name)
+
+
+class WithTorch(unittest.TestCase):
+    def setUp(self) -> None:
+        if torch is None:
+            print("\nPyTorch is not installed: operators of real functions were NOT tested", file=sys.stderr)
+            self.skipTest("no PyTorch")
+
+    def test_calls_of_real_operators(self) -> None:
+        x = torch.empty(64, 512, 7, 7, device="meta")
+        out = torch.empty(512, device="meta")
+        steps = TABLE.steps(torch.ops.aten.sum.dim_IntList, (x, [0, 2, 3]), {}, [out])
+        self.assertEqual(steps.order[0], ("output", 0))
+        y = torch.empty(64, 512, device="meta")
+        self.assertEqual(TABLE.steps(torch.ops.aten.relu.default, (y,), {}, [y]).order, [("output", 0)])
+        kept = TABLE.steps(torch.ops.aten.mm.default, (y, y.t()), {}, [torch.empty(64, 64, device="meta")]).kept
+        self.assertEqual(kept, [("cublas thread", 32 << 20)])
+        self.assertIsNone(TABLE.steps(torch.ops.aten._fft_c2r.out, (y,), {}, [y]))
+
+
+if __name__ == "__main__":
+    unittest.main()
