@@ -11,7 +11,7 @@ use super::free::Fences;
 use super::heap::{self, Heap};
 use super::ids::{BlockId, HeapId};
 use super::pending::PendingFrees;
-use super::{PagedAllocator, reclaim, report, segments};
+use super::{PagedAllocator, reclaim, segments, shortage};
 use crate::defect::Defect;
 use crate::memory::report::EntryDetails;
 use crate::memory::{Action, Allocation, MemPoolId, OomCause, Request, SizeRules, StackLevel};
@@ -190,7 +190,7 @@ impl PagedDevice {
             let heap = self.heaps.get(number).lock();
             self.record(Action::Oom, memory.bytes_free, bytes_segment, &heap, details);
         }
-        let report = report::out_of_memory(self, request, (why, bytes_segment), memory, &self.stats(), capturing);
+        let report = shortage::report(self, request, (why, bytes_segment), memory, &self.stats(), capturing);
         self.observers().report_oom(&report);
         Error::OutOfMemory(Box::new(report))
     }

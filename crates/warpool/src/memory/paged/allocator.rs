@@ -9,12 +9,11 @@ use super::free::{Fences, result_of};
 use super::heap::Heap;
 use super::last_heap::last_device;
 use super::pending::PendingFrees;
-use super::slot::Slot;
-use super::{PagedAllocator, computed_stats, naming_backend, reclaim, report};
+use super::{PagedAllocator, inactive, naming_backend, reclaim, snapshot};
 use crate::memory::report::StackIds;
 use crate::memory::{
-    Action, Allocation, Checkpoints, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers,
-    PageStats, PrivatePools, Request, Settings, Snapshot, SnapshotOptions, StackLevel, Stat, Stats, with_metadata,
+    Allocation, Checkpoints, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats,
+    PrivatePools, Request, Settings, Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
 use crate::{Error, Instance, Result, lock};
 
@@ -114,35 +113,11 @@ unsafe impl DeviceAllocator for PagedAllocator {
     }
 
     fn annotate(&self, ptr: DevicePtr, text: &str) -> Result<()> {
-        let (device, allocation) = self.locate(ptr)?;
-        // An entry carries the metadata of the thread.
-        with_metadata(text, || {
-            let details = device.timed_details(StackLevel::Alloc);
-            let record = |heap: &mut Heap, _| {
-                device.record(Action::Annotate, ptr.0, allocation.bytes_requested, heap, &details);
-            };
-            device.change(&allocation, record)?;
-            device.report();
-            Ok(())
-        })
+        self.record_annotation(ptr, text)
     }
 
-    /// Empty if the block has no pages: it is in a pool with an upstream, or one whose blocks are whole segments.
     fn mapped_parts(&self, ptr: DevicePtr) -> Result<Vec<MappedPart>> {
-        let (device, allocation) = self.locate(ptr)?;
-        let table = lock(&device.pages);
-        let Some(range) = table.range_with(ptr.0) else { return Ok(Vec::new()) };
-        let slots = [ptr.0, ptr.0 + allocation.bytes - 1].map(|addr| table.slot_index(range, addr));
-        let pages = (slots[0]..=slots[1]).map(|index| table.own_page(Slot { range, index }));
-        let mut parts = Vec::new();
-        for page in pages {
-            let page = page.ok_or(Error::UnknownPointer { ptr })?;
-            let home = table.page(page).home.expect("a page belongs to the slot");
-            let (ptr, bytes) = (DevicePtr(table.addr(home)), table.page_bytes(page));
-            parts.push(MappedPart { ptr, bytes, physical: table.page(page).physical });
-        }
-        parts.dedup_by_key(|part| part.ptr);
-        Ok(parts)
+        self.mapped_pages(ptr)
     }
 
     fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
@@ -189,7 +164,7 @@ unsafe impl DeviceAllocator for PagedAllocator {
     fn largest_available(&self, device: DeviceId) -> Result<u64> {
         let paged_device = self.device(device)?;
         let free = self.driver().mem_info(device)?.bytes_free;
-        let largest = paged_device.heaps.iter().map(|(_, heap)| computed_stats::largest(&heap.lock()));
+        let largest = paged_device.heaps.iter().map(|(_, heap)| inactive::largest(&heap.lock()));
         Ok(free.max(largest.max().unwrap_or(0)))
     }
 
@@ -243,7 +218,7 @@ unsafe impl DeviceAllocator for PagedAllocator {
         let mut stacks = StackIds::default();
         for device in &self.devices {
             let details = device.timed_details(StackLevel::Alloc);
-            report::add_to(device, &mut snapshot, &mut stacks, options, &details);
+            snapshot::add_to(device, &mut snapshot, &mut stacks, options, &details);
             device.report();
         }
         Ok(snapshot)

@@ -12,12 +12,13 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use rustc_hash::FxHashMap;
 use warpool_driver::{DevicePtr, StreamId};
 
+use super::activity::Activity;
 use super::address_space::AddressSpace;
-use super::computed_stats::{ComputedStats, Counted};
 use super::counters::{Added, Totals};
-use super::heap::{Activity, Heap};
+use super::heap::Heap;
 use super::heaps::Heaps;
 use super::ids::{BlockId, HeapId, RangeInHeap};
+use super::inactive::{self, Inactive, InactiveStats};
 use super::last_heap::DeviceKey;
 use super::left_addresses::LeftAddresses;
 use super::pages::PageTable;
@@ -54,6 +55,14 @@ impl BlockRef {
     }
 }
 
+/// Which heap is whose.
+#[derive(Debug, Default)]
+pub(super) struct HeapKeys {
+    pub(super) by_key: FxHashMap<(StreamId, MemPoolId), HeapId>,
+    /// Retired heaps, to be used again with their addresses.
+    pub(super) idle: Vec<HeapId>,
+}
+
 /// Counts of what is not counted by heaps or pages.
 #[derive(Debug, Default)]
 pub(super) struct EventCounts {
@@ -71,8 +80,7 @@ pub(super) struct PagedDevice {
     /// Locked while an event is recorded in a stream that has memory, so that its owner does not destroy it meanwhile
     /// (`stream_tail.rs`).
     pub(super) naming: Mutex<()>,
-    /// Which heap is whose.
-    pub(super) by_key: RwLock<FxHashMap<(StreamId, MemPoolId), HeapId>>,
+    pub(super) by_key: RwLock<HeapKeys>,
     pub(super) space: AddressSpace,
     pub(super) pages: Mutex<PageTable>,
     pub(super) pools: Mutex<Pools>,
@@ -81,7 +89,7 @@ pub(super) struct PagedDevice {
     fences: Mutex<StreamFences<BlockRef>>,
     has_pending: AtomicBool,
     totals: Mutex<Totals>,
-    computed: Mutex<ComputedStats>,
+    inactive: Mutex<InactiveStats>,
     pub(super) counts: EventCounts,
     pub(super) history: SpinLock<HistoryRecorder>,
 }
@@ -112,7 +120,7 @@ impl PagedDevice {
             fences: Mutex::default(),
             has_pending: AtomicBool::new(false),
             totals: Mutex::default(),
-            computed: Mutex::default(),
+            inactive: Mutex::default(),
             counts: EventCounts::default(),
             history: SpinLock::default(),
             core,
@@ -134,6 +142,41 @@ impl Drop for PagedDevice {
 
 /// Heaps.
 impl PagedDevice {
+    /// No page belongs to a heap any more, and nothing is allocated in it: it can be used again for another stream or
+    /// pool.
+    pub(super) fn retire_heap(&self, table: &mut PageTable, number: HeapId) {
+        let mut keys = self.by_key.write().unwrap_or_else(PoisonError::into_inner);
+        let (stream, pool) = {
+            let heap = self.heaps.get(number).lock();
+            (heap.stream, heap.pool)
+        };
+        keys.by_key.remove(&(stream, pool));
+        keys.idle.push(number);
+        self.heaps.get(number).lock().set_no_owner();
+        table.bystanders.heap_retired(number);
+        table.note_changed(number);
+        let removed = lock(&self.pools).remove_heap(pool, number);
+        if let Some(removed) = removed {
+            table.homes.forget_pool(pool);
+            self.drop_later(removed.options.upstream.map(SegmentSource::Upstream));
+        }
+    }
+
+    /// Removes released pools that have nothing left.
+    pub(super) fn retire_empty(&self) {
+        if !lock(&self.pools).has_released() {
+            return;
+        }
+        let mut table = lock(&self.pages);
+        let released = lock(&self.pools).released_heaps();
+        for heap in released.into_iter().flat_map(|(_, heaps)| heaps) {
+            let idle = self.heaps.get(heap).lock().is_idle();
+            if idle && table.is_unmapped(heap) {
+                self.retire_heap(&mut table, heap);
+            }
+        }
+    }
+
     /// Leaves a value of the user to [`drop_removed`](Self::drop_removed): its destructor runs without a lock.
     pub(super) fn drop_later(&self, source: Option<SegmentSource>) {
         lock(&self.removed).extend(source);
@@ -145,6 +188,11 @@ impl PagedDevice {
         if !removed.is_empty() {
             drop_user_value(removed);
         }
+    }
+
+    /// The heap of a stream and pool, if there is one.
+    pub(super) fn existing_heap(&self, stream: StreamId, pool: MemPoolId) -> Option<HeapId> {
+        self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied()
     }
 
     /// The heap, if it is the one that the thread used last.
@@ -207,33 +255,38 @@ impl PagedDevice {
         act(&mut totals, &added)
     }
 
-    /// Computes the statistics that are computed when they are read, and passes them.
-    fn with_computed<R>(&self, act: impl FnOnce(&mut ComputedStats) -> R) -> R {
-        let pools: Vec<MemPoolId> = lock(&self.pools).iter().map(|(id, _)| id).filter(|id| !id.is_default()).collect();
-        let mut stats = lock(&self.computed);
-        let heaps = self.heaps.iter().map(|(_, cell)| {
-            let heap = cell.lock();
-            (heap.pool, [SegmentKind::Small, SegmentKind::Large].map(|kind| Counted::of(&heap, kind)))
-        });
-        stats.set(&heaps.collect::<Vec<_>>(), &pools);
+    /// Computes the statistics of free parts, and passes them.
+    fn with_inactive<R>(&self, act: impl FnOnce(&mut InactiveStats) -> R) -> R {
+        let (mut stats, mut now) = (lock(&self.inactive), [Inactive::default(); 2]);
+        for (_, heap) in self.heaps.iter() {
+            let heap = heap.lock();
+            for kind in [SegmentKind::Small, SegmentKind::Large] {
+                let of_heap = inactive::inactive(&heap, kind);
+                now[kind as usize].parts += of_heap.parts;
+                now[kind as usize].bytes += of_heap.bytes;
+            }
+        }
+        stats.set(now);
         act(&mut stats)
     }
 
     pub(super) fn reset_peak(&self) {
         self.with_totals(|totals, _| totals.reset_peak());
-        self.with_computed(|stats| stats.each(StatByKind::reset_peak));
-        lock(&self.pages).reserved.reset_peak();
+        self.with_inactive(|stats| stats.each(StatByKind::reset_peak));
+        let mut table = lock(&self.pages);
+        table.reserved.reset_peak();
+        table.homes.reset_peak();
         lock(&self.pools).sleeping.reset_peak();
     }
 
     pub(super) fn reset_accumulated(&self) {
         self.with_totals(Totals::reset_accumulated);
-        self.with_computed(|stats| stats.each(StatByKind::reset_accumulated));
+        self.with_inactive(|stats| stats.each(StatByKind::reset_accumulated));
         let mut table = lock(&self.pages);
         table.reserved.reset_accumulated();
+        table.homes.reset_accumulated();
         lock(&self.pools).sleeping.reset_accumulated();
         table.totals = PageTotals::default();
-        (table.segment_allocs, table.segment_frees) = (0, 0);
         for count in [&self.counts.retries, &self.counts.ooms, &self.counts.syncs] {
             count.store(0, Ordering::Relaxed);
         }
@@ -250,11 +303,15 @@ impl PagedDevice {
     pub(super) fn stats(&self) -> Stats {
         let mut stats = Stats { max_split_size: -1, ..Stats::default() };
         self.with_totals(|totals, added| totals.write(added, &mut stats));
-        self.with_computed(|computed| computed.write(&mut stats));
+        self.with_inactive(|inactive| {
+            (stats.inactive_split, stats.inactive_split_bytes) = (inactive.parts, inactive.bytes);
+        });
         let table = lock(&self.pages);
         stats.reserved_bytes = table.reserved;
-        stats.num_device_alloc = table.totals.created + table.segment_allocs;
-        stats.num_device_free = table.totals.released + table.segment_frees;
+        stats.segment = table.homes.segments;
+        stats.reserved_bytes_by_private_pools.clone_from(&table.homes.by_pool);
+        stats.num_device_alloc = table.totals.created + table.homes.segment_allocs;
+        stats.num_device_free = table.totals.released + table.homes.segment_frees;
         drop(table);
         lock(&self.pools).sleeping.write(&mut stats);
         stats.num_alloc_retries = self.counts.retries.load(Ordering::Relaxed);

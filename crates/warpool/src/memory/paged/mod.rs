@@ -20,41 +20,53 @@
 //!
 //! # Streams that have gone
 //! A stream may be destroyed once nothing is allocated for it, so it is not named from then on: the free of its last
-//! block records an event (`stream_tail.rs`). A heap that was not used for long is retired, and serves the next stream
-//! (`owners.rs`). A request that needs pages looks only at heaps that were used since the last one, and at those with
-//! free pages (`pages/heaps.rs`).
+//! block records an event (`stream_tail.rs`). A new stream gets the heap of one that may have gone as it is, with
+//! mapped memory, once all work in it is done (`adoption.rs`). A heap that was not used for long is retired
+//! (`retire.rs`): its pages belong to no stream any more, and its addresses serve the next one. A request that needs
+//! pages looks only at heaps that were used since the last one, and at those with free pages (`pages/heaps.rs`).
 
+mod activity;
 mod address_space;
+mod adoption;
 mod allocate;
 mod allocator;
+mod annotate;
 mod bystanders;
 mod checkpoint;
-mod computed_stats;
 mod counters;
 mod device;
 mod fill;
+mod find_heap;
 mod free;
 mod heap;
 mod heaps;
+mod homes;
 mod hot_path;
 mod ids;
+mod inactive;
 mod last_heap;
+mod last_work;
 mod left_addresses;
+mod mapped_parts;
 mod old_mappings;
-mod owners;
 mod page_sizes;
 mod pages;
 mod pending;
 mod pools;
 mod private_pools;
 mod reclaim;
-mod report;
+mod retire;
 mod segments;
+mod shortage;
 mod slot;
+mod snapshot;
 mod stream_tail;
+mod supply;
 mod take;
 #[cfg(test)]
 mod tests;
+mod unused_heaps;
+mod used_heaps;
 mod window;
 
 use std::fmt;
@@ -163,7 +175,7 @@ impl PagedAllocator {
     #[doc(hidden)]
     pub fn set_adoption(&self, adopts: bool) {
         for device in &self.devices {
-            lock(&device.pages).retired_are_emptied = !adopts;
+            lock(&device.pages).unused_heaps.never_adopted = !adopts;
         }
     }
 

@@ -8,10 +8,12 @@ use std::sync::Arc;
 use warpool_driver::{DevicePtr, StreamId};
 
 use super::device::PagedDevice;
-use super::heap::LastWork;
 use super::ids::HeapId;
 use super::pages::{PageId, PageTable, Slot};
 use super::pending::PendingFrees;
+use super::stream_tail::Tail;
+use super::take::release_physical;
+use super::used_heaps::look_at_used;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
 use crate::{PooledEvent, Result, lock};
@@ -25,15 +27,16 @@ const OUTSTANDING_MAX: usize = 2;
 
 /// If a page is mapped at too many addresses, leaves the oldest mapping to [`undo_some`].
 pub(super) fn retire_oldest(table: &mut PageTable, page: PageId) {
-    if oldest_of_many(table, page).is_some() && !table.crowded.contains(&page) {
-        table.crowded.push_back(page);
+    let Some(slot) = oldest(table, page) else { return };
+    if !table.old.contains(&(page, slot)) {
+        table.old.push_back((page, slot));
     }
 }
 
-/// The oldest old mapping of a page, if it has more mappings than are kept.
-fn oldest_of_many(table: &PageTable, page: PageId) -> Option<Slot> {
-    let page = table.try_page(page).filter(|page| page.mapped.len() > MAPPED_MAX)?;
-    page.mapped.iter().copied().find(|&slot| Some(slot) != page.home)
+fn oldest(table: &PageTable, page: PageId) -> Option<Slot> {
+    let page = table.page(page);
+    let mut old = page.mapped.iter().copied().filter(|&slot| Some(slot) != page.home);
+    old.next().filter(|_| page.mapped.len() > MAPPED_MAX)
 }
 
 /// The streams whose work may use the addresses of a heap beside its own. `None` if captured graphs may: their replays
@@ -45,6 +48,21 @@ fn users_of(device: &PagedDevice, heap: HeapId) -> Option<Vec<StreamId>> {
     }
     let pools = lock(&device.pools);
     (!pools.has_graphs(pool)).then(|| pools.used_by(pool))
+}
+
+/// Events after the work of bystanders, but for some streams.
+pub(super) fn bystander_events(
+    device: &PagedDevice,
+    table: &mut PageTable,
+    except: &[StreamId],
+    details: &EntryDetails,
+) -> Vec<(StreamId, Arc<PooledEvent>)> {
+    let record = |heap| device.bystander_tail(heap, details);
+    let is_done = |event: &PooledEvent| {
+        let _safe = device.capture_safe()?;
+        Ok(device.driver().event_query(event.id())?)
+    };
+    table.bystanders.events(except, record, is_done)
 }
 
 /// Records events after all work that used the pages taken from a heap so far, and after that of bystanders. While a
@@ -85,18 +103,14 @@ pub(super) fn record_users(
 ) -> Result<Recording> {
     let (mut events, mut known) = (Vec::new(), users.to_vec());
     for &heap in heaps {
-        let stream = {
-            let heap = device.heaps.get(heap).lock();
-            heap.last_work().is_none().then_some(heap.stream)
-        };
-        match device.last_work_of(heap, details)? {
-            Some(LastWork::Done) => {}
-            Some(LastWork::Before(event)) => {
+        match device.tail_of(heap, details)? {
+            Tail::Done => {}
+            Tail::Event { event, is_new } => {
                 events.push(event);
-                known.extend(stream);
+                known.extend(is_new.then(|| device.heaps.get(heap).lock().stream));
             }
-            Some(LastWork::Unknown) => return Ok(Recording::Unknown),
-            None => return Ok(Recording::Forbidden),
+            Tail::Unknown => return Ok(Recording::Unknown),
+            Tail::CaptureActive => return Ok(Recording::Forbidden),
         }
     }
     for &stream in users {
@@ -106,7 +120,7 @@ pub(super) fn record_users(
             Recorded::CaptureActive => return Ok(Recording::Forbidden),
         }
     }
-    events.extend(device.bystander_events(table, &known, details).into_iter().map(|(_, event)| event));
+    events.extend(bystander_events(device, table, &known, details).into_iter().map(|(_, event)| event));
     Ok(Recording::Done(events))
 }
 
@@ -134,8 +148,8 @@ pub(super) fn wait_for_users(device: &PagedDevice, heap: HeapId, details: &Entry
 
 /// Waits for bystanders.
 pub(super) fn wait_for_bystanders(device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
-    device.look_at_used(table);
-    for (_, event) in device.bystander_events(table, &[], details) {
+    look_at_used(device, table);
+    for (_, event) in bystander_events(device, table, &[], details) {
         let _safe = device.capture_safe()?;
         device.driver().event_synchronize(event.id())?;
     }
@@ -145,20 +159,29 @@ pub(super) fn wait_for_bystanders(device: &PagedDevice, table: &mut PageTable, d
 
 /// Reads how far the streams have come that may use the addresses of a heap.
 pub(super) fn poll(device: &PagedDevice, table: &mut PageTable, heap: HeapId) -> Result<()> {
-    table.poll_takes(heap, |event| device.has_passed(event))
+    let _safe = device.capture_safe()?;
+    Ok(table.poll_takes(heap, |event| device.driver().event_query(event.id()))?)
 }
 
-/// Undoes old mappings whose streams have passed, and returns pages to the driver that are to leave.
+/// Undoes old mappings whose streams have passed, and retries what failed before.
 pub(super) fn undo_some(device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
-    while let Some(&page) = table.crowded.front() {
-        let slot = oldest_of_many(table, page);
-        let Some((slot, heap)) =
-            slot.map(|slot| (slot, table.range(slot.range).heap)).filter(|&(_, heap)| users_of(device, heap).is_some())
-        else {
-            // One of a private pool stays. If the page moves on once the pool is released, it is the oldest again.
-            table.crowded.pop_front();
+    for (slot, slots) in std::mem::take(&mut table.broken) {
+        let bytes = u64::from(slots) * table.slot_bytes;
+        match device.driver().vm_unmap(DevicePtr(table.addr(slot)), bytes) {
+            Ok(()) => table.set_repaired(slot, slots),
+            Err(_) => table.broken.push((slot, slots)),
+        }
+    }
+    for physical in std::mem::take(&mut table.to_release) {
+        release_physical(device, table, physical);
+    }
+    while let Some(&(page, slot)) = table.old.front() {
+        let heap = table.range(slot.range).heap;
+        if users_of(device, heap).is_none() {
+            // It stays; if the page moves on once the pool is released, it is the oldest again.
+            table.old.pop_front();
             continue;
-        };
+        }
         if !table.is_take_recorded(page, slot) {
             record_takes(device, table, heap, details)?;
         }
@@ -185,9 +208,9 @@ fn release_leaving(device: &PagedDevice, table: &mut PageTable, details: &EntryD
         let is_done = |slot: &Slot| !in_graphs.contains(&table.range(slot.range).heap) && table.has_passed(page, *slot);
         let is_done = table.page(page).mapped.iter().all(is_done);
         if let Err(error) = if is_done { release_unused(device, table, page) } else { Ok(()) } {
-            tracing::warn!(%error, "a page that is to leave could not be released; it is retried");
+            tracing::warn!(%error, "a page that is to leave could not be unmapped; it is retried");
         }
-        if table.try_page(page).is_some() {
+        if table.exists(page) {
             table.leaving.push(page);
         }
     }
@@ -199,8 +222,8 @@ pub(super) fn release_unused(device: &PagedDevice, table: &mut PageTable, page: 
     for slot in table.page(page).mapped.clone() {
         unmap(device, table, page, slot)?;
     }
-    device.driver().vm_release(table.page(page).physical)?;
-    table.remove(page);
+    let physical = table.remove(page);
+    release_physical(device, table, physical);
     Ok(())
 }
 

@@ -3,6 +3,7 @@
 use warpool_driver::{DeviceId, DevicePtr};
 
 use super::PagedAllocator;
+use super::address_space::Location;
 use super::device::PagedDevice;
 use super::heap::State;
 use super::pending::PendingFrees;
@@ -11,7 +12,7 @@ use super::segments;
 use crate::memory::core::{AllocatorCore, DeviceCore};
 use crate::memory::pool_owner::{PoolOwner, SleepingPoolOwner};
 use crate::memory::report::EntryDetails;
-use crate::memory::{Asleep, MemPoolId, PoolOptions, PoolSleep, PoolUser, StackLevel};
+use crate::memory::{Asleep, MemPoolId, PoolOptions, PoolSleep, PoolUser, SegmentKind, StackLevel};
 use crate::unwind::drop_user_value;
 use crate::{Result, lock};
 
@@ -29,8 +30,12 @@ impl PagedDevice {
         let mut released = 0;
         for number in heaps {
             let stream = self.heaps.get(number).lock().stream;
-            for at in segments::free_segments(self, number) {
-                released += segments::release_segment(self, at, (stream, &users), details)?;
+            for kind in [SegmentKind::Small, SegmentKind::Large] {
+                let free = self.heaps.get(number).lock().free_segments(kind);
+                for range in free {
+                    let at = Location { heap: number, kind, range };
+                    released += segments::release_segment(self, at, (stream, &users), details)?;
+                }
             }
         }
         self.drop_removed();

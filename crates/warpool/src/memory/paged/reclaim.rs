@@ -30,9 +30,10 @@ pub(super) fn poll_released(device: &PagedDevice, table: &mut PageTable, details
             record_passed(device, table, (pool, &heaps), details)?;
             continue;
         };
+        let _safe = device.capture_safe()?;
         let mut all = true;
         for event in &events {
-            all &= device.has_passed(event)? || crate::defect::Defect::ReleasedPagesTooEarly.is_on();
+            all &= device.driver().event_query(event.id())? || crate::defect::Defect::ReleasedPagesTooEarly.is_on();
         }
         if all {
             for heap in heaps {
@@ -75,27 +76,39 @@ fn record_passed(
     Ok(())
 }
 
-/// The pages of a heap belong nowhere from then on. They stay mapped.
-pub(super) fn make_pages_spare(device: &PagedDevice, table: &mut PageTable, number: HeapId, details: &EntryDetails) {
+/// Retires a heap of the default pool in which nothing is allocated, and whose work is done: its pages belong to no
+/// stream any more. They stay mapped, so that the next owner of the heap needs no driver call for them. `false` if
+/// something is allocated.
+pub(super) fn retire_idle(device: &PagedDevice, table: &mut PageTable, number: HeapId, details: &EntryDetails) -> bool {
+    let is_idle = make_pages_spare(device, table, number, details);
+    if is_idle {
+        device.retire_heap(table, number);
+    }
+    is_idle
+}
+
+/// The pages of a heap in which nothing is allocated belong nowhere from then on. `false` if something is allocated.
+fn make_pages_spare(device: &PagedDevice, table: &mut PageTable, number: HeapId, details: &EntryDetails) -> bool {
+    if !device.heaps.get(number).lock().is_idle() {
+        // A thread that was at it when its pool was released has allocated once more.
+        return false;
+    }
     for (page, _) in take_free(device, table, number, details, |_, _, _| true) {
         table.put_spare(page);
     }
+    device.heaps.get(number).lock().is_idle()
 }
 
-/// Takes all pages out of a heap of a released pool, and makes it available for another.
+/// Takes all pages out of a heap in which nothing is allocated, and makes it available for another pool.
 fn empty_heap(device: &PagedDevice, table: &mut PageTable, number: HeapId, details: &EntryDetails) -> Result<()> {
-    if !device.heaps.get(number).lock().is_idle() {
-        // A thread that was at it when its pool was released has allocated once more.
+    if !make_pages_spare(device, table, number, details) {
         return Ok(());
     }
-    make_pages_spare(device, table, number, details);
-    let mappings = table.mappings_of(number);
-    if mappings.iter().any(|&(_, _, is_home)| is_home) {
-        return Ok(());
+    for (page, slot, _) in table.mappings_of(number) {
+        unmap(device, table, page, slot)?;
     }
-    mappings.into_iter().try_for_each(|(page, slot, _)| unmap(device, table, page, slot))?;
     if table.is_unmapped(number) {
-        device.retire_heap(table, number, false);
+        device.retire_heap(table, number);
     }
     Ok(())
 }
@@ -148,7 +161,7 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
         outcome = outcome.and(unmap_old(device, table, number, details));
     }
     table.forget_takes();
-    outcome.and(device.forget_passed(table))?;
+    outcome?;
     Ok(before.saturating_sub(table.reserved_all().current))
 }
 
@@ -201,7 +214,7 @@ pub(super) fn release_pages(
         if is_done {
             outcome = outcome.and(release_unused(device, table, page));
         }
-        kept.extend(table.try_page(page).is_some().then_some((page, from)));
+        kept.extend(table.exists(page).then_some((page, from)));
     }
     (kept, outcome)
 }

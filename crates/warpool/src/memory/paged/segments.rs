@@ -56,6 +56,7 @@ pub(super) fn allocate(
         let mut table = lock(&device.pages);
         let mut heap = device.heaps.get(number).lock();
         if heap.is_of(request.stream, pool) {
+            table.set_pool(number, pool);
             let on_device = table.add_segment(ptr.0, bytes, number, kind, source.clone());
             let (range, block) = heap.add_segment(kind, on_device, ptr.0, bytes, request.bytes, no_split);
             device.record(Action::SegmentAlloc, ptr.0, bytes, &heap, details);
@@ -95,29 +96,23 @@ pub(super) fn release(device: &PagedDevice, pool: MemPoolId, target: u64, detail
             (pools.takeable(of_pool), pools.sleeping.expect_awake(of_pool).is_ok())
         };
         let Takeable::After(users) = takeable else { continue };
-        for at in free_segments(device, number) {
-            // What sleeps is not reserved; its addresses and its contents on the host go.
-            if is_awake && lock(&device.pages).bytes_awake() <= target {
-                break;
-            }
-            match release_segment(device, at, (stream, &users), details) {
-                Ok(bytes) => released += bytes,
-                Err(error) => outcome = outcome.and(Err(error)),
+        for kind in [SegmentKind::Small, SegmentKind::Large] {
+            let free = device.heaps.get(number).lock().free_segments(kind);
+            for range in free {
+                // What sleeps is not reserved; its addresses and its contents on the host go.
+                if is_awake && lock(&device.pages).bytes_awake() <= target {
+                    break;
+                }
+                match release_segment(device, Location { heap: number, kind, range }, (stream, &users), details) {
+                    Ok(bytes) => released += bytes,
+                    Err(error) => outcome = outcome.and(Err(error)),
+                }
             }
         }
     }
     device.retire_empty();
     device.drop_removed();
     outcome.map(|()| released)
-}
-
-/// The segments of a heap that are free as a whole.
-pub(super) fn free_segments(device: &PagedDevice, heap: HeapId) -> Vec<Location> {
-    let mut locked = device.heaps.get(heap).lock();
-    let kinds = [SegmentKind::Small, SegmentKind::Large];
-    let free =
-        kinds.into_iter().flat_map(|kind| locked.free_segments(kind).into_iter().map(move |range| (kind, range)));
-    free.map(|(kind, range)| Location { heap, kind, range }).collect()
 }
 
 /// Returns a segment to its source, if it is still free as a whole and no capture forbids to wait for its users.

@@ -17,6 +17,17 @@ pub(super) fn index_of(addr: u64, base: u64, slot_bytes: u64) -> u32 {
     u32::try_from((addr - base) >> slot_bytes.trailing_zeros()).expect("fewer than 2^32 slots")
 }
 
+/// What is mapped in a slot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Mapping {
+    #[default]
+    Nothing,
+    /// A part of a page.
+    Page(PagePart),
+    /// A mapping could not be undone; it is retried, and the slot not used before that.
+    Broken,
+}
+
 /// A slot's worth of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PagePart {
@@ -44,21 +55,24 @@ impl PagePart {
 /// One slot of a range.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct SlotState {
-    /// What is mapped there.
-    pub(super) part: Option<PagePart>,
+    pub(super) mapping: Mapping,
     /// When the page was taken from here, in takes from the heap; 0 if it was not.
     pub(super) taken: u64,
 }
 
 impl SlotState {
+    pub(super) fn part(&self) -> Option<PagePart> {
+        if let Mapping::Page(part) = self.mapping { Some(part) } else { None }
+    }
+
     /// The part of the page that belongs here.
     pub(super) fn own(&self) -> Option<PagePart> {
-        self.part.filter(|part| part.is_home)
+        self.part().filter(|part| part.is_home)
     }
 
     /// The part of a page that is mapped here and belongs elsewhere.
     pub(super) fn old(&self) -> Option<PagePart> {
-        self.part.filter(|part| !part.is_home)
+        self.part().filter(|part| !part.is_home)
     }
 
     /// Whether an old mapping may be undone: no work uses it any more. `passed` is the highest number of a take from

@@ -20,68 +20,63 @@ use warpool_driver::StreamId;
 
 use super::device::PagedDevice;
 use super::free::Fences;
-use super::heap::LastWork;
 use super::ids::HeapId;
-use super::pages::PageTable;
+use super::last_work::LastWork;
 use super::pending::PendingFrees;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
 use crate::{PooledEvent, Result, lock};
 
+/// An event after the work of a stream.
+pub(super) enum Tail {
+    Done,
+    Event {
+        event: Arc<PooledEvent>,
+        /// Whether it is after all work that the stream holds now, not only after what used the heap's memory.
+        is_new: bool,
+    },
+    /// Only the device can be waited for.
+    Unknown,
+    /// A capture forbids to record an event.
+    CaptureActive,
+}
+
 impl PagedDevice {
-    /// All work of its stream that may use the memory of a heap: if it is not known, an event is recorded after it.
-    /// `None` if a capture forbids that.
-    pub(super) fn last_work_of(&self, number: HeapId, details: &EntryDetails) -> Result<Option<LastWork>> {
+    /// An event after all work of its stream that may use the memory of a heap.
+    pub(super) fn tail_of(&self, number: HeapId, details: &EntryDetails) -> Result<Tail> {
+        let _naming = lock(&self.naming);
+        let (stream, last_work) = {
+            let heap = self.heaps.get(number).lock();
+            (heap.stream, heap.last_work().cloned())
+        };
+        Ok(match last_work {
+            Some(LastWork::Done) => Tail::Done,
+            Some(LastWork::Before(event)) => Tail::Event { event, is_new: false },
+            Some(LastWork::Unknown) if crate::defect::Defect::UnknownWorkIsDone.is_on() => Tail::Done,
+            Some(LastWork::Unknown) => Tail::Unknown,
+            None => match stream_fence::record(&PendingFrees::new(self, details), stream)? {
+                Recorded::Fenced(event) => Tail::Event { event: Arc::new(event), is_new: true },
+                Recorded::AlreadyDone => Tail::Done,
+                Recorded::CaptureActive => Tail::CaptureActive,
+            },
+        })
+    }
+
+    /// The same for a stream that nobody said uses the memory in question. `None` if nothing can be waited for.
+    pub(super) fn bystander_tail(&self, number: HeapId, details: &EntryDetails) -> Result<Option<Arc<PooledEvent>>> {
         let _naming = lock(&self.naming);
         let (stream, last_work) = {
             let heap = self.heaps.get(number).lock();
             (heap.stream, heap.last_work().cloned())
         };
         match last_work {
-            Some(LastWork::Unknown) if crate::defect::Defect::UnknownWorkIsDone.is_on() => Ok(Some(LastWork::Done)),
-            Some(last_work) => Ok(Some(last_work)),
-            None => self.record_last_work(stream, details),
-        }
-    }
-
-    /// Records an event in a stream that exists.
-    fn record_last_work(&self, stream: StreamId, details: &EntryDetails) -> Result<Option<LastWork>> {
-        Ok(match stream_fence::record(&PendingFrees::new(self, details), stream)? {
-            Recorded::Fenced(event) => Some(LastWork::Before(Arc::new(event))),
-            Recorded::AlreadyDone => Some(LastWork::Done),
-            Recorded::CaptureActive => None,
-        })
-    }
-
-    /// Events after the work of bystanders, but for some streams.
-    pub(super) fn bystander_events(
-        &self,
-        table: &mut PageTable,
-        except: &[StreamId],
-        details: &EntryDetails,
-    ) -> Vec<(StreamId, Arc<PooledEvent>)> {
-        let record = |number| {
-            let _naming = lock(&self.naming);
-            let (stream, last_work) = {
-                let heap = self.heaps.get(number).lock();
-                (heap.stream, heap.last_work().cloned())
-            };
-            match last_work {
-                Some(LastWork::Before(event)) => Ok(Some(event)),
-                Some(LastWork::Done | LastWork::Unknown) => Ok(None),
-                None => {
-                    let event = stream_fence::record_bystander(&PendingFrees::new(self, details), stream)?;
-                    Ok(event.map(Arc::new))
-                }
+            Some(LastWork::Before(event)) => Ok(Some(event)),
+            Some(LastWork::Done | LastWork::Unknown) => Ok(None),
+            None => {
+                let event = stream_fence::record_bystander(&PendingFrees::new(self, details), stream)?;
+                Ok(event.map(Arc::new))
             }
-        };
-        table.bystanders.events(except, record, |event| self.has_passed(event))
-    }
-
-    /// Whether the work before an event is done.
-    pub(super) fn has_passed(&self, event: &PooledEvent) -> Result<bool> {
-        let _safe = self.capture_safe()?;
-        Ok(self.driver().event_query(event.id())?)
+        }
     }
 
     /// The last block of `stream` in a heap was freed: its owner may destroy it as soon as this returns.
@@ -97,15 +92,20 @@ impl PagedDevice {
             }
             heap.ends()
         };
-        let recorded = match fences {
+        let last_work = match fences {
             Fences::Later => return,
-            Fences::Now => self.record_last_work(stream, details),
+            Fences::Now => stream_fence::record(&PendingFrees::new(self, details), stream),
         };
-        match recorded {
-            Ok(Some(last_work)) => self.heaps.get(number).lock().set_last_work(ends, last_work),
-            Ok(None) => {}
-            Err(error) => tracing::warn!(%error, %stream, "no event could be recorded after the last work of a stream"),
-        }
+        let last_work = match last_work {
+            Ok(Recorded::Fenced(event)) => LastWork::Before(Arc::new(event)),
+            Ok(Recorded::AlreadyDone) => LastWork::Done,
+            Ok(Recorded::CaptureActive) => return,
+            Err(error) => {
+                tracing::warn!(%error, %stream, "no event could be recorded after the last work of a stream");
+                return;
+            }
+        };
+        self.heaps.get(number).lock().set_last_work(ends, last_work);
     }
 
     /// Waits for all work of the device, and notes that the unknown last work of these heaps is done. `false` if a
@@ -129,15 +129,15 @@ impl PagedDevice {
 
     /// Waits for all work of its stream that may use the memory of a heap. `false` if a capture forbids it.
     pub(super) fn wait_for_heap(&self, number: HeapId, details: &EntryDetails) -> Result<bool> {
-        match self.last_work_of(number, details)? {
-            Some(LastWork::Done) => Ok(true),
-            Some(LastWork::Before(event)) => {
+        match self.tail_of(number, details)? {
+            Tail::Done => Ok(true),
+            Tail::Event { event, .. } => {
                 let _safe = self.capture_safe()?;
                 self.driver().event_synchronize(event.id())?;
                 Ok(true)
             }
-            Some(LastWork::Unknown) => self.wait_for_unknown_work(std::iter::once(number)),
-            None => Ok(false),
+            Tail::Unknown => self.wait_for_unknown_work(std::iter::once(number)),
+            Tail::CaptureActive => Ok(false),
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Taking free pages from heaps, and putting them back where they were.
 
+use warpool_driver::PhysicalId;
+
 use super::device::PagedDevice;
 use super::ids::{HeapId, PageId};
 use super::pages::PageTable;
@@ -56,4 +58,12 @@ pub(super) fn put_back(
     let mut heap = device.heaps.get(number).lock();
     heap.end_hole(kind, start, start + bytes);
     device.record(Action::SegmentMap, start, bytes, &heap, details);
+}
+
+/// Releases physical memory; what fails is retried.
+pub(super) fn release_physical(device: &PagedDevice, table: &mut PageTable, physical: PhysicalId) {
+    if let Err(error) = device.driver().vm_release(physical) {
+        tracing::warn!(%error, "physical memory could not be released; it is retried");
+        table.to_release.push(physical);
+    }
 }

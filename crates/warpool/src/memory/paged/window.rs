@@ -10,7 +10,7 @@ use std::ops::Range;
 use super::heap::FreeRun;
 use super::ids::{BlockId, PageId, RangeId};
 use super::pages::PageTable;
-use super::slot::{SlotState, index_of};
+use super::slot::{Mapping, SlotState, index_of};
 
 /// How many driver calls a slot is worth that nothing else is in (docs/design/placement.md has the measurement).
 const SLOT_WORTH: u32 = 8;
@@ -148,10 +148,10 @@ impl<'a> RunCosts<'a> {
     /// page is mapped there that can neither be taken back nor unmapped.
     fn calls(&self, index: u32) -> Option<u32> {
         let Some(state) = self.slots.get(index as usize) else { return Some(1) };
-        match state.part {
+        match state.part() {
             Some(part) if self.wanted.takeable.contains(part.page) => Some(0),
             Some(_) => state.has_passed(self.passed).then_some(2),
-            None => Some(1),
+            None => (state.mapping == Mapping::Nothing).then_some(1),
         }
     }
 

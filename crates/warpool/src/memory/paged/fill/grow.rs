@@ -7,14 +7,14 @@
 
 use warpool_driver::{ErrorCode, PhysicalOptions};
 
-use super::take::Supply;
 use super::{Fill, OrOom};
 use crate::Result;
 use crate::memory::OomCause;
 use crate::memory::paged::ids::PageId;
-use crate::memory::paged::old_mappings;
 use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::reclaim;
+use crate::memory::paged::supply::Supply;
+use crate::memory::paged::take::release_physical;
 
 impl Fill<'_> {
     /// Gets what is still needed from the driver, within the limit.
@@ -84,19 +84,18 @@ impl Fill<'_> {
             return Ok(slots);
         }
         let before = self.table.bytes_of_pages();
-        self.table.leaving.extend(taken.into_iter().map(|(page, _)| page));
-        reclaim::release_leaving(self.device, self.table, self.details)?;
+        let (kept, outcome) = reclaim::release_pages(self.device, self.table, taken, self.details);
+        self.put_pages_back(kept.into_iter());
+        outcome?;
         let released = (before - self.table.bytes_of_pages()) / self.table.slot_bytes;
         Ok(u32::try_from(released).expect("fewer than 2^32 slots"))
     }
 
     /// Returns a page to the driver that was created for this request and is mapped nowhere.
     pub(super) fn release_new(&mut self, page: PageId) {
-        if self.table.take_spare_page(page)
-            && let Err(error) = old_mappings::release_unused(self.device, self.table, page)
-        {
-            tracing::warn!(%error, "a page could not be released; it is retried");
-            self.table.leaving.push(page);
+        if self.table.take_spare_page(page) {
+            let physical = self.table.remove(page);
+            release_physical(self.device, self.table, physical);
         }
     }
 }

@@ -3,11 +3,11 @@
 use warpool_driver::{Access, DeviceAccess, DevicePtr};
 
 use super::Fill;
-use super::take::Supplied;
 use crate::memory::Action;
 use crate::memory::paged::ids::PageId;
 use crate::memory::paged::old_mappings;
 use crate::memory::paged::slot::Slot;
+use crate::memory::paged::supply::Supplied;
 use crate::{Result, lock};
 
 impl Fill<'_> {
@@ -45,10 +45,7 @@ impl Fill<'_> {
                 outcome = outcome.and(set);
             }
         }
-        // A page whose mapping could not be undone leaves instead.
-        let rest: Vec<_> =
-            rest.iter().filter(|supplied| !self.table.page(supplied.page).is_mapped_at(supplied.to)).collect();
-        self.put_pages_back(rest.into_iter().map(|supplied| (supplied.page, supplied.from)));
+        self.put_pages_back(rest.iter().map(|supplied| (supplied.page, supplied.from)));
         outcome
     }
 
@@ -75,13 +72,15 @@ impl Fill<'_> {
         Ok(self.device.driver().vm_set_access(DevicePtr(self.table.addr(first)), bytes, &access)?)
     }
 
-    /// Undoes a mapping that nothing has used. If that fails, the page leaves: no access is set there, so the page must
-    /// not be taken back.
+    /// Undoes a mapping that nothing has used.
     fn undo_map(&mut self, page: PageId, slot: Slot) {
-        if let Err(error) = old_mappings::unmap(self.device, self.table, page, slot) {
+        let bytes = self.table.page_bytes(page);
+        let undone = self.device.driver().vm_unmap(DevicePtr(self.table.addr(slot)), bytes);
+        let slots = self.table.page(page).slots;
+        self.table.set_unmapped(page, slot);
+        if let Err(error) = undone {
             tracing::warn!(%error, "a mapping could not be undone; it is retried");
-            self.table.set_unused(page, slot);
-            self.table.leaving.push(page);
+            self.table.set_broken(slot, slots);
         }
     }
 }

@@ -17,7 +17,6 @@ mod grow;
 mod map;
 mod take;
 
-use self::take::Supply;
 use warpool_driver::StreamId;
 
 use crate::defect::Defect;
@@ -30,7 +29,10 @@ use crate::memory::paged::old_mappings;
 use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::pages::PageTable;
 use crate::memory::paged::reclaim;
+use crate::memory::paged::retire;
 use crate::memory::paged::slot::Slot;
+use crate::memory::paged::supply::Supply;
+use crate::memory::paged::used_heaps::look_at_used;
 use crate::memory::paged::window::{self, PageSet, Wanted, Window};
 use crate::memory::report::EntryDetails;
 use crate::memory::{MemPoolId, OomCause, SegmentKind};
@@ -132,11 +134,11 @@ impl Fill<'_> {
                 }
                 return Ok(Err(OomCause::Device));
             };
-            let filling = heap.begin_filling(window.start, window.end, window.anchor);
+            let filling = heap.begin_filling(kind, window.start, window.end, window.anchor);
             drop(heap);
             let filled = self.fill(window);
             if matches!(filled, Ok(Filled::Done)) {
-                return Ok(Ok(self.cell.lock().carve(filling, window.addr, bytes, requested)));
+                return Ok(Ok(self.cell.lock().end_filling_allocated(filling, window.addr, requested)));
             }
             self.cell.lock().end_filling(filling, &self.pieces(window));
             match filled? {
@@ -160,9 +162,9 @@ impl Fill<'_> {
             lock(&self.device.pools).expect_in_use(pool)?;
         }
         self.table.begin_request();
-        self.device.look_at_used(self.table);
+        look_at_used(self.device, self.table);
         old_mappings::undo_some(self.device, self.table, self.details)?;
-        self.device.retire_unused(self.table, Some(heap))?;
+        retire::retire_unused(self.device, self.table, heap, self.details)?;
         if self.request.on_oom && !self.request.capturing {
             if !Defect::ShortageKeepsOldMappings.is_on() {
                 old_mappings::wait(self.device, self.table, heap, self.details)?;
@@ -175,6 +177,7 @@ impl Fill<'_> {
             // The heap was retired since it was found.
             return Err(Error::PoolReleased { pool });
         }
+        self.table.set_pool(heap, pool);
         Ok(())
     }
 

@@ -8,11 +8,13 @@ use warpool_driver::{EventId, StreamId};
 use super::Fill;
 use crate::defect::Defect;
 use crate::memory::Action;
-use crate::memory::paged::heap::LastWork;
 use crate::memory::paged::ids::{HeapId, PageId};
+use crate::memory::paged::old_mappings;
 use crate::memory::paged::pending::PendingFrees;
 use crate::memory::paged::pools::Takeable;
 use crate::memory::paged::slot::Slot;
+use crate::memory::paged::stream_tail::Tail;
+use crate::memory::paged::supply::Supply;
 use crate::memory::paged::take::{put_back, take_free};
 use crate::memory::paged::window::Window;
 use crate::memory::stream_fence::{self, Recorded};
@@ -179,14 +181,14 @@ impl Fill<'_> {
         if self.device.heaps.get(number).lock().stream == self.request.stream {
             return Ok(true);
         }
-        match self.device.last_work_of(number, self.details)? {
-            Some(LastWork::Done) => Ok(true),
-            Some(LastWork::Before(event)) => self.wait_for(event.id()),
-            Some(LastWork::Unknown) => {
+        match self.device.tail_of(number, self.details)? {
+            Tail::Done => Ok(true),
+            Tail::Event { event, .. } => self.wait_for(event.id()),
+            Tail::Unknown => {
                 let with_pages = self.table.heaps_with_free_pages();
                 self.device.wait_for_unknown_work(with_pages.chain([number]))
             }
-            None => Ok(false),
+            Tail::CaptureActive => Ok(false),
         }
     }
 
@@ -202,70 +204,10 @@ impl Fill<'_> {
             return;
         }
         let except = [self.request.stream];
-        for (stream, event) in self.device.bystander_events(self.table, &except, self.details) {
+        for (stream, event) in old_mappings::bystander_events(self.device, self.table, &except, self.details) {
             if let Err(error) = self.wait_for(event.id()) {
                 tracing::warn!(%error, %stream, "a stream takes pages without waiting for another one");
             }
         }
-    }
-}
-
-/// Slots of a window that have no page yet: neighbours.
-#[derive(Clone, Copy, Debug)]
-struct Gap {
-    first: Slot,
-    slots: u32,
-}
-
-/// A page that was got for a window.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Supplied {
-    pub(super) page: PageId,
-    /// The slot that it was taken from, if it belonged to one.
-    pub(super) from: Option<Slot>,
-    pub(super) to: Slot,
-}
-
-/// Pages that were got for a window, and the slots that still need some.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Supply {
-    gaps: Vec<Gap>,
-    pub(super) pages: Vec<Supplied>,
-    /// Those of them that are new.
-    pub(super) created: Vec<PageId>,
-    /// Free pages that are too large for the gaps and leave in exchange for those, and where they were taken from.
-    pub(super) exchanged: Vec<(PageId, Option<Slot>)>,
-    pub(super) slots_needed: u32,
-}
-
-impl Supply {
-    /// For these slots, which are sorted.
-    pub(super) fn new(slots: impl Iterator<Item = Slot>) -> Self {
-        let mut supply = Self::default();
-        for slot in slots {
-            supply.slots_needed += 1;
-            match supply.gaps.last_mut() {
-                Some(gap) if gap.first.index + gap.slots == slot.index => gap.slots += 1,
-                _ => supply.gaps.push(Gap { first: slot, slots: 1 }),
-            }
-        }
-        supply
-    }
-
-    /// How many slots the next page may have; 0 if none is needed.
-    pub(super) fn next_max(&self) -> u32 {
-        self.gaps.iter().map(|gap| gap.slots).max().unwrap_or(0)
-    }
-
-    /// Puts a page that has at most [`next_max`](Self::next_max) slots at the end of the last gap that has room for it.
-    pub(super) fn add(&mut self, page: PageId, slots: u32, from: Option<Slot>) {
-        let at = self.gaps.iter().rposition(|gap| gap.slots >= slots).expect("a gap that is large enough");
-        let gap = &mut self.gaps[at];
-        gap.slots -= slots;
-        self.pages.push(Supplied { page, from, to: Slot { index: gap.first.index + gap.slots, ..gap.first } });
-        if gap.slots == 0 {
-            self.gaps.remove(at);
-        }
-        self.slots_needed -= slots;
     }
 }

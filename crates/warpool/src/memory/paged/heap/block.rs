@@ -223,16 +223,6 @@ impl Blocks {
         assert_eq!((self.get(NONE).state, self.get(NONE).bytes), (State::Unused, 0), "the place that is no block");
     }
 
-    /// A block and those after it in its range.
-    pub(super) fn from(&self, first: BlockId) -> impl Iterator<Item = (BlockId, &Block)> {
-        let mut next = first;
-        std::iter::from_fn(move || {
-            let id = next;
-            next = self.get(id).next;
-            (id != NONE).then(|| (id, self.get(id)))
-        })
-    }
-
     pub(super) fn iter(&self) -> impl Iterator<Item = (BlockId, &Block)> {
         let used = |(_, block): &(BlockId, &Block)| block.state != State::Unused;
         (0..).map(BlockId).zip(&self.all).filter(used)

@@ -16,9 +16,9 @@ impl Heap {
         let mut seen = BTreeSet::new();
         for kind in [SegmentKind::Small, SegmentKind::Large] {
             let area = &self.areas[kind as usize];
-            area.bins.check(&self.blocks);
-            let binned: BTreeSet<BlockId> = area.bins.at_least(&self.blocks, 1).collect();
-            let recent: BTreeSet<BlockId> = area.recent.iter().collect();
+            area.check_bins(&self.blocks);
+            let binned: BTreeSet<BlockId> = area.free_at_least(&self.blocks, GRAIN).collect();
+            let recent: BTreeSet<BlockId> = area.recent().collect();
             let mut counted = [0; 5];
             for range in self.ranges(kind) {
                 let (mut before, mut number) = (None, None);
@@ -30,12 +30,12 @@ impl Heap {
                     assert_eq!(block.kind, kind);
                     assert_eq!(binned.contains(&id), block.state == State::Free, "{block:?}");
                     assert_eq!(recent.contains(&id), block.state == State::Recent, "{block:?}");
-                    assert_eq!(area.holes.get(&block.addr) == Some(&id), block.state == State::Hole, "{block:?}");
+                    assert_eq!(area.holes().get(&block.addr) == Some(&id), block.state == State::Hole, "{block:?}");
                     let is_indexed = matches!(block.state, State::Allocated | State::Pending | State::Recent);
                     if is_indexed {
-                        assert_eq!(self.started_at(kind, number, block.addr), Some(id), "{block:?}");
+                        assert_eq!(area.started_at(number, block.addr), Some(id), "{block:?}");
                     }
-                    if is_indexed && !self.is_in_segment(id) {
+                    if is_indexed && !area.is_segment(number) {
                         assert_eq!(kind_of(block.bytes), kind, "a block is in the area of its size");
                     }
                     if block.state == State::Hole {

@@ -53,7 +53,7 @@ impl Heap {
         range: RangeInHeap,
         (start, end): (u64, u64),
     ) -> Result<Option<bool>, Kept> {
-        let blocks = self.blocks_in(kind, range);
+        let blocks = self.from(self.areas[kind as usize].first(range));
         let inside = blocks.skip_while(|(_, block)| block.end() <= start).take_while(|(_, block)| block.addr < end);
         for (id, block) in inside {
             if self.is_lent(id) {
@@ -79,8 +79,11 @@ impl Heap {
         requested: u64,
         anchor: Option<BlockId>,
     ) -> BlockId {
-        let first = self.blocks_in(kind, range).next().map(|(id, _)| id);
-        let id = self.begin_filling(addr, addr + bytes, anchor.or(first).expect("a range has blocks"));
-        self.carve(id, addr, bytes, requested)
+        let (area, blocks) = self.area(kind);
+        let anchor = anchor.unwrap_or_else(|| area.first(range));
+        let id = area.begin_filling(blocks, addr, addr + bytes, anchor);
+        let id = area.carve(blocks, id, addr, bytes);
+        self.mark_allocated(id, requested);
+        id
     }
 }

@@ -10,8 +10,8 @@ mod bins;
 mod block;
 mod check;
 mod checkpoint;
-mod owner;
 mod recent;
+mod segments;
 mod starts;
 
 use std::sync::Arc;
@@ -19,18 +19,19 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 use warpool_driver::{DevicePtr, StreamId};
 
+use super::activity::Activity;
 use super::counters::HeapCounters;
-use super::ids::{BlockId, HeapId, RangeInHeap};
+use super::ids::{BlockId, HeapId, RangeId, RangeInHeap};
+use super::last_work::{LastWork, Owner};
 use crate::memory::report::Stack;
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{Allocation, MemPoolId, SegmentKind};
 use area::Area;
-use block::Blocks;
+use block::{Blocks, NONE};
 
 pub(super) use area::FreeRun;
 pub(super) use block::{Block, GRAIN, State};
 pub(super) use checkpoint::Kept;
-pub(super) use owner::{Activity, LastWork, Owner};
 
 /// Requests up to this size are served by the small area.
 pub(super) const SMALL_MAX: u64 = 1 << 20;
@@ -106,7 +107,7 @@ impl Heap {
             number,
             activity,
             blocks: Blocks::default(),
-            areas: [Area::new(), Area::new()],
+            areas: [SegmentKind::Small, SegmentKind::Large].map(Area::new),
             counters: HeapCounters::default(),
             uses: FxHashMap::default(),
             stacks: FxHashMap::default(),
@@ -114,17 +115,96 @@ impl Heap {
         }
     }
 
+    /// Makes it the heap of another stream and pool. Nothing is allocated in it.
+    pub(super) fn set_owner(&mut self, owner: Owner) {
+        debug_assert!(self.is_idle());
+        let Owner { stream, stream_raw, pool, is_kept, is_first } = owner;
+        (self.stream, self.stream_raw, self.pool, self.is_first) = (stream, stream_raw, pool, is_first);
+        (self.live_until_end, self.last_work) = (u32::from(!is_kept), LastWork::Done);
+    }
+
+    /// Whether it is the first heap of its stream.
+    pub(super) fn is_first(&self) -> bool {
+        self.is_first
+    }
+
+    /// Makes it nobody's, until it is used again.
+    pub(super) fn set_no_owner(&mut self) {
+        (self.pool, self.last_work) = (MemPoolId { graph: u32::MAX, user: u32::MAX }, LastWork::Done);
+    }
+
+    /// Lists it, if something is allocated or freed for the first time since it was last looked at.
+    #[inline(always)]
+    fn list(&mut self) {
+        if !self.is_listed {
+            self.is_listed = true;
+            self.activity.push(self.number);
+        }
+    }
+
+    /// It is looked at: the next allocation or free lists it again.
+    pub(super) fn unlist(&mut self) {
+        self.is_listed = false;
+    }
+
+    /// Whether the next free is the last: after it the owner may destroy the stream.
+    #[inline(always)]
+    fn is_last_free(&self) -> bool {
+        self.live == self.live_until_end
+    }
+
+    /// What is known of the work that used this heap's memory, if its stream may be destroyed by now; `None` if the
+    /// stream exists.
+    pub(super) fn last_work(&self) -> Option<&LastWork> {
+        (self.live < self.live_until_end).then_some(&self.last_work)
+    }
+
+    /// How often the last block was freed.
+    pub(super) fn ends(&self) -> u64 {
+        self.ends
+    }
+
+    /// Stores what is known of the last work, unless the last block was freed again since the time of `ends`.
+    pub(super) fn set_last_work(&mut self, ends: u64, last_work: LastWork) {
+        if self.ends == ends {
+            self.last_work = last_work;
+        }
+    }
+
+    /// Whether nothing is allocated.
+    pub(super) fn has_no_live(&self) -> bool {
+        self.live == 0
+    }
+
+    /// Whether it is the heap of this stream and pool.
+    #[inline]
+    pub(super) fn is_of(&self, stream: StreamId, pool: MemPoolId) -> bool {
+        self.stream == stream && self.pool == pool
+    }
+
+    #[inline]
+    fn area(&mut self, kind: SegmentKind) -> (&mut Area, &mut Blocks) {
+        (&mut self.areas[kind as usize], &mut self.blocks)
+    }
+
     /// Takes a free block for a request of `requested` bytes.
     #[inline(always)]
     pub(super) fn allocate(&mut self, requested: u64) -> Option<BlockId> {
         let bytes = rounded(requested);
-        let kind = kind_of(bytes);
-        let id = match self.take_recent(kind, bytes) {
+        let id = match self.areas[kind_of(bytes) as usize].take_recent(&self.blocks, bytes) {
             Some(id) => id,
-            None => self.search(kind, bytes)?,
+            None => self.search(bytes)?,
         };
         self.mark_allocated(id, requested);
         Some(id)
+    }
+
+    #[inline(never)]
+    fn search(&mut self, bytes: u64) -> Option<BlockId> {
+        let (area, blocks) = self.area(kind_of(bytes));
+        // Merged first, so that the best block is found as if all had been merged when they were freed.
+        area.merge_recent(blocks);
+        area.take_free(blocks, bytes)
     }
 
     #[inline(always)]
@@ -145,7 +225,7 @@ impl Heap {
     /// The allocated block that starts at `addr`, in that range of that area.
     #[inline]
     pub(super) fn allocated_at(&self, kind: SegmentKind, range: RangeInHeap, addr: u64) -> Option<BlockId> {
-        let id = self.started_at(kind, range, addr)?;
+        let id = self.areas[kind as usize].started_at(range, addr)?;
         let block = self.blocks.get(id);
         (block.addr == addr && block.state == State::Allocated).then_some(id)
     }
@@ -210,7 +290,7 @@ impl Heap {
     /// last of a stream that may then be destroyed. Returns the size that was requested if it did.
     #[inline(always)]
     pub(super) fn free_plain(&mut self, kind: SegmentKind, range: RangeInHeap, addr: u64) -> Option<u64> {
-        let id = self.started_at(kind, range, addr)?;
+        let id = self.areas[kind as usize].started_at(range, addr)?;
         if self.blocks.get(id).addr == addr { self.free_plain_block(id) } else { None }
     }
 
@@ -234,17 +314,18 @@ impl Heap {
         let block = self.blocks.get_mut(id);
         block.generation = block.generation.wrapping_add(1);
         self.counters.freed_and_reclaimed(block.kind, block.bytes, block.requested);
-        self.put_recent(id);
+        self.areas[block.kind as usize].put_recent(&mut self.blocks, id);
     }
 
     /// No stream uses a pending block any more.
     fn reclaim(&mut self, id: BlockId) {
         let block = self.blocks.get_mut(id);
-        self.counters.reclaimed(block.kind, block.bytes, block.requested);
+        let kind = block.kind;
+        self.counters.reclaimed(kind, block.bytes, block.requested);
         block.has_uses = false;
         self.uses.remove(&id);
         self.stacks.remove(&id);
-        self.put_recent(id);
+        self.areas[kind as usize].put_recent(&mut self.blocks, id);
         self.list();
     }
 
@@ -296,10 +377,101 @@ impl Heap {
         reclaimable
     }
 
+    /// Merges what was freed a moment ago with its neighbours.
+    pub(super) fn merge_recent(&mut self) {
+        for area in &mut self.areas {
+            area.merge_recent(&mut self.blocks);
+        }
+    }
+
+    /// The free blocks that may contain whole pages, smallest first.
+    pub(super) fn blocks_with_pages(&self, slot: u64) -> Vec<BlockId> {
+        let mut blocks: Vec<BlockId> = self.free_blocks(slot).collect();
+        blocks.sort_unstable_by_key(|&id| (self.blocks.get(id).bytes, self.blocks.get(id).addr));
+        blocks
+    }
+
+    /// The free blocks of at least `bytes` bytes.
+    pub(super) fn free_blocks(&self, bytes: u64) -> impl Iterator<Item = BlockId> {
+        self.areas.iter().flat_map(move |area| area.free_at_least(&self.blocks, bytes))
+    }
+
+    /// The free blocks of the large ones' area.
+    pub(super) fn large_free_blocks(&self) -> impl Iterator<Item = BlockId> {
+        self.areas[SegmentKind::Large as usize].free_at_least(&self.blocks, GRAIN)
+    }
+
+    /// The runs of free addresses that could hold `bytes` if pages were mapped in their holes.
+    pub(super) fn free_runs(&self, kind: SegmentKind, bytes: u64) -> Vec<FreeRun> {
+        self.areas[kind as usize].free_runs(&self.blocks, bytes)
+    }
+
+    /// A new range of addresses, all of it a hole. Returns its number in the area.
+    pub(super) fn add_range(&mut self, kind: SegmentKind, number: RangeId, base: u64, bytes: u64) -> RangeInHeap {
+        let (area, blocks) = self.area(kind);
+        area.add_range(blocks, number, base, bytes)
+    }
+
+    /// Takes free addresses, which may be blocks and holes, out of all lists, as one block.
+    pub(super) fn begin_filling(&mut self, kind: SegmentKind, start: u64, end: u64, anchor: BlockId) -> BlockId {
+        let (area, blocks) = self.area(kind);
+        area.begin_filling(blocks, start, end, anchor)
+    }
+
+    /// Ends it: `pieces` are its parts by address, each with pages or without.
+    pub(super) fn end_filling(&mut self, id: BlockId, pieces: &[(u64, bool)]) {
+        let kind = self.blocks.get(id).kind;
+        let (area, blocks) = self.area(kind);
+        area.end_filling(blocks, id, pieces);
+    }
+
+    /// The same if all of it has pages; a part of it is allocated at once. Returns that block.
+    pub(super) fn end_filling_allocated(&mut self, id: BlockId, addr: u64, requested: u64) -> BlockId {
+        let kind = self.blocks.get(id).kind;
+        let (area, blocks) = self.area(kind);
+        let id = area.carve(blocks, id, addr, rounded(requested));
+        self.mark_allocated(id, requested);
+        id
+    }
+
+    /// The pages of a part of a free block are taken away: it becomes a hole.
+    pub(super) fn make_hole(&mut self, id: BlockId, start: u64, end: u64) {
+        let kind = self.blocks.get(id).kind;
+        let (area, blocks) = self.area(kind);
+        area.make_hole(blocks, id, start, end);
+    }
+
+    /// A part of a hole has pages again.
+    pub(super) fn end_hole(&mut self, kind: SegmentKind, start: u64, end: u64) {
+        let (area, blocks) = self.area(kind);
+        area.end_hole(blocks, start, end);
+    }
+
+    /// The number on the device of the range of a block.
+    pub(super) fn range_of(&self, id: BlockId) -> RangeId {
+        let block = self.blocks.get(id);
+        self.areas[block.kind as usize].range_number(block.range)
+    }
+
     /// Bytes with pages that are not in use.
     pub(super) fn free_bytes(&self) -> u64 {
         let free = |block: &Block| matches!(block.state, State::Free | State::Recent);
         self.blocks.iter().filter(|(_, block)| free(block)).map(|(_, block)| block.bytes).sum()
+    }
+
+    /// Blocks of every range of an area, in the order of addresses within each.
+    pub(super) fn ranges(&self, kind: SegmentKind) -> impl Iterator<Item = impl Iterator<Item = (BlockId, &Block)>> {
+        self.areas[kind as usize].firsts().map(move |first| self.from(first))
+    }
+
+    fn from(&self, first: BlockId) -> impl Iterator<Item = (BlockId, &Block)> {
+        let mut id = first;
+        std::iter::from_fn(move || {
+            let block = self.blocks.try_get(id).filter(|_| id != NONE)?;
+            let this = id;
+            id = block.next;
+            Some((this, block))
+        })
     }
 
     /// Whether nothing is allocated or pending.

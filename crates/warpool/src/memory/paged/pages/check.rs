@@ -43,7 +43,7 @@ impl PageTable {
                 for part in 0..page.slots {
                     let at = Slot { index: slot.index + part, ..slot };
                     let mapped =
-                        self.slot(at).part.map(|at| (at.page, u32::from(at.part), at.slots.into(), at.is_home));
+                        self.slot(at).part().map(|at| (at.page, u32::from(at.part), at.slots.into(), at.is_home));
                     assert_eq!(mapped, Some((id, part, page.slots, is_home)), "{id:?} at {at:?}");
                 }
             }
@@ -51,6 +51,9 @@ impl PageTable {
         let segments: u64 = self.ranges.iter().filter(|map| map.segment.is_some()).map(|map| map.bytes).sum();
         assert_eq!(segments, self.segment_bytes, "bytes of segments");
         assert_eq!(bytes + segments, self.reserved.all.current, "bytes reserved");
+        for &(page, slot) in &self.old {
+            assert!(self.is_old_mapping(page, slot), "{page:?} at {slot:?} is an old mapping");
+        }
         let without_home: std::collections::BTreeSet<PageId> = self.homeless_pages().collect();
         for (id, page) in (0..).map(PageId).zip(&self.pages) {
             let homeless = page.as_ref().is_some_and(|page| page.home.is_none());

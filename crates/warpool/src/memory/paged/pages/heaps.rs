@@ -1,17 +1,11 @@
 //! What the table of pages knows of every heap, so that a request for pages looks only at heaps that were used since
 //! the last one, and at those with free pages: heaps without any cost nothing, however many there are.
 
-use std::collections::VecDeque;
-use std::sync::Arc;
-
-use warpool_driver::StreamId;
-
 use super::super::heap::Heap;
-use super::super::ids::{BlockId, HeapId, RangeId};
+use super::super::ids::{HeapId, RangeId};
+use super::PageTable;
 use super::takes::Takes;
-use super::{PageId, PageTable, Slot};
-use crate::PooledEvent;
-use crate::memory::SegmentKind;
+use crate::memory::{MemPoolId, SegmentKind};
 
 /// After this many requests that needed pages, a heap that was not used meanwhile is retired, if nothing is allocated
 /// in it.
@@ -20,14 +14,13 @@ const REQUESTS_UNTIL_IDLE: u64 = 32;
 /// How often a heap needs a page again after its own was taken, before it gets one of its own.
 const TIMES_TAKEN: u32 = 4;
 
-/// Retired heaps, and events after what bystanders had submitted; `None` if they are to be recorded.
-pub(in crate::memory::paged) type Retired = VecDeque<(HeapId, Option<Arc<[Arc<PooledEvent>]>>)>;
-
 /// What the table knows of a heap.
 #[derive(Debug, Default)]
 pub(super) struct HeapPages {
     pub(super) ranges: Vec<RangeId>,
     pub(super) takes: Takes,
+    /// Its pool; set before it gets pages.
+    pub(super) pool: MemPoolId,
     /// What was free beside large blocks, in pages that those have parts of.
     bytes_in_parts: u64,
     /// When it was used last, in requests for pages; `None` if it may be retired.
@@ -51,6 +44,11 @@ impl PageTable {
         &mut self.heaps[heap.index()]
     }
 
+    /// Says whose a heap is; before it gets pages.
+    pub(in crate::memory::paged) fn set_pool(&mut self, heap: HeapId, pool: MemPoolId) {
+        self.heap_mut(heap).pool = pool;
+    }
+
     /// Pages of a heap were taken, or it got some: it is to be looked at.
     pub(in crate::memory::paged) fn note_changed(&mut self, heap: HeapId) {
         if self.changed.last() != Some(&heap) {
@@ -70,15 +68,6 @@ impl PageTable {
     /// What is free beside large blocks.
     pub(in crate::memory::paged) fn bytes_in_parts(&self) -> u64 {
         self.bytes_in_parts
-    }
-
-    /// A stream is about to get its first heap, or another one. Returns whether it is the first: ids are never used
-    /// again.
-    pub(in crate::memory::paged) fn note_stream(&mut self, stream: StreamId) -> bool {
-        self.requests += 1;
-        let is_new = self.newest_stream.is_none_or(|newest| newest < stream);
-        self.newest_stream = self.newest_stream.max(Some(stream));
-        is_new
     }
 
     /// A request needs pages.
@@ -105,13 +94,6 @@ impl PageTable {
         if self.heap_mut(heap).used.replace(now) != Some(now) {
             self.uses.push_back((now, heap));
         }
-    }
-
-    /// Heaps that were used before the last request, the longest unused first.
-    pub(in crate::memory::paged) fn unused_heaps(&self) -> impl Iterator<Item = HeapId> {
-        let before = self.uses.iter().take_while(|(used, _)| *used < self.requests);
-        let is_last = |&&(used, heap): &&(u64, HeapId)| self.heap(heap).is_some_and(|heap| heap.used == Some(used));
-        before.filter(is_last).map(|&(_, heap)| heap)
     }
 
     /// A heap that was not used for long. The caller retires it, or [notes](Self::note_used) a use.
@@ -150,67 +132,5 @@ impl PageTable {
     /// The bytes of addresses that a heap has for a kind of blocks.
     pub(in crate::memory::paged) fn bytes_of_ranges(&self, heap: HeapId, kind: SegmentKind) -> u64 {
         self.ranges_of(heap).filter(|(_, range)| range.kind == kind).map(|(_, range)| range.bytes).sum()
-    }
-}
-
-/// The pages behind the addresses of one heap.
-impl PageTable {
-    /// The pages that are wholly in one block of a heap, which is free, by address.
-    pub(in crate::memory::paged) fn pages_in(
-        &self,
-        heap: &Heap,
-        block: BlockId,
-    ) -> impl Iterator<Item = (Slot, PageId)> {
-        let range = heap.range_of(block);
-        let block = heap.block(block);
-        let end = self.slot_index(range, block.addr() + block.bytes());
-        let slots = self.slot_index(range, block.addr() + self.slot_bytes - 1)..end;
-        slots.filter_map(move |index| {
-            let part = self.slot(Slot { range, index }).own()?;
-            (part.part == 0 && index + u32::from(part.slots) <= end).then_some((Slot { range, index }, part.page))
-        })
-    }
-
-    /// The pages that are wholly in free blocks of a heap.
-    pub(in crate::memory::paged) fn free_pages(&self, heap: &Heap) -> impl Iterator<Item = PageId> {
-        heap.free_blocks(self.slot_bytes).flat_map(|block| self.pages_in(heap, block)).map(|(_, page)| page)
-    }
-
-    /// Whether a page is wholly in a free block of a heap. It may be larger than a slot, so the block's size does not
-    /// tell.
-    pub(super) fn has_free_pages(&self, heap: &Heap) -> bool {
-        self.free_pages(heap).next().is_some()
-    }
-
-    /// How much of the pages of a heap's large blocks is free beside one: smaller blocks can use it, and nothing else.
-    pub(super) fn bytes_in_parts_of(&self, heap: &Heap) -> u64 {
-        let blocks = heap.large_free_blocks().filter(|&block| !heap.is_in_segment(block));
-        let parts = blocks.map(|block| {
-            let pages = self.pages_in(heap, block).map(|(_, page)| self.page_bytes(page));
-            heap.block(block).bytes() - pages.sum::<u64>()
-        });
-        parts.sum()
-    }
-
-    /// Every mapping in the ranges of a heap: the page, its first slot, and whether it belongs there.
-    pub(in crate::memory::paged) fn mappings_of(&self, heap: HeapId) -> Vec<(PageId, Slot, bool)> {
-        let mut mappings = Vec::new();
-        for (range, map) in self.ranges_of(heap) {
-            for (index, state) in (0..).zip(&map.slots) {
-                if let Some(part) = state.part.filter(|part| part.part == 0) {
-                    mappings.push((part.page, Slot { range, index }, part.is_home));
-                }
-            }
-        }
-        mappings
-    }
-
-    pub(in crate::memory::paged) fn has_mappings(&self, heap: HeapId) -> bool {
-        self.ranges_of(heap).flat_map(|(_, map)| &map.slots).any(|state| state.part.is_some())
-    }
-
-    /// Whether nothing is behind the ranges of a heap, neither pages nor segments.
-    pub(in crate::memory::paged) fn is_unmapped(&self, heap: HeapId) -> bool {
-        !self.has_mappings(heap) && !self.ranges_of(heap).any(|(_, map)| map.segment.is_some())
     }
 }

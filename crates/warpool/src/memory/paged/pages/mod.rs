@@ -7,22 +7,25 @@
 
 mod check;
 mod heaps;
+mod in_heaps;
 mod segments;
 mod takes;
 
 use std::collections::{BTreeSet, VecDeque};
 
-use warpool_driver::{PhysicalId, StreamId};
+use warpool_driver::PhysicalId;
 
-use self::heaps::{HeapPages, Retired};
+use self::heaps::HeapPages;
 use super::bystanders::Bystanders;
+use super::homes::{Home, HomeCounters};
 use super::page_sizes::PageSizes;
 use super::pools::SegmentSource;
-use crate::memory::{PageTotals, SegmentKind, Stat, StatByKind};
+use super::unused_heaps::UnusedHeaps;
+use crate::memory::{MemPoolId, PageTotals, SegmentKind, Stat, StatByKind};
 
 use super::ids::HeapId;
 pub(super) use super::ids::{PageId, RangeId};
-pub(super) use super::slot::{PagePart, Slot, SlotState, index_of};
+pub(super) use super::slot::{Mapping, PagePart, Slot, SlotState, index_of};
 
 #[derive(Debug)]
 pub(super) struct Page {
@@ -72,8 +75,8 @@ pub(super) struct PageTable {
     spare: BTreeSet<(u32, PageId)>,
     /// Pages that belong nowhere and are to be released, once no work uses them any more.
     pub(super) leaving: Vec<PageId>,
-    /// Pages with more mappings than are kept: the oldest are to be undone.
-    pub(super) crowded: VecDeque<PageId>,
+    /// Old mappings to be undone: each is mapped, and its page does not belong there.
+    pub(super) old: VecDeque<(PageId, Slot)>,
     /// By number.
     heaps: Vec<HeapPages>,
     /// Heaps with pages that are free as a whole, and what is free beside large blocks in all heaps; as of the last
@@ -82,22 +85,20 @@ pub(super) struct PageTable {
     bytes_in_parts: u64,
     /// Heaps of which pages were taken, or that got some, since.
     changed: Vec<HeapId>,
-    /// How many requests needed pages or heaps, and when heaps were used, in requests: the earliest first.
+    /// How many requests needed pages, and when heaps were used, in requests: the earliest first.
     requests: u64,
     uses: VecDeque<(u64, HeapId)>,
     /// How many pages were returned to the driver.
     released: u64,
+    /// Physical memory whose release failed.
+    pub(super) to_release: Vec<PhysicalId>,
+    /// Mappings that could not be undone: their slots are [`Mapping::Broken`].
+    pub(super) broken: Vec<(Slot, u32)>,
     /// Bytes of pages, by the kind of the area that they belong to; of unmapped ones, large.
     pub(super) reserved: StatByKind,
-    /// Segments in one piece that were allocated and freed.
-    pub(super) segment_allocs: u64,
-    pub(super) segment_frees: u64,
+    pub(super) homes: HomeCounters,
     pub(super) bystanders: Bystanders,
-    pub(super) retired: Retired,
-    /// Whether a new stream gets no retired heap with its memory.
-    pub(super) retired_are_emptied: bool,
-    /// The stream with the highest id that has had a heap.
-    newest_stream: Option<StreamId>,
+    pub(super) unused_heaps: UnusedHeaps,
     pub(super) totals: PageTotals,
 }
 
@@ -129,7 +130,7 @@ impl PageTable {
             calls_bytes: 0,
             spare: BTreeSet::new(),
             leaving: Vec::new(),
-            crowded: VecDeque::new(),
+            old: VecDeque::new(),
             heaps: Vec::new(),
             with_free_pages: BTreeSet::new(),
             bytes_in_parts: 0,
@@ -137,13 +138,12 @@ impl PageTable {
             requests: 0,
             uses: VecDeque::new(),
             released: 0,
+            to_release: Vec::new(),
+            broken: Vec::new(),
             reserved: StatByKind::default(),
-            segment_allocs: 0,
-            segment_frees: 0,
+            homes: HomeCounters::default(),
             bystanders: Bystanders::default(),
-            retired: Retired::default(),
-            retired_are_emptied: false,
-            newest_stream: None,
+            unused_heaps: UnusedHeaps::default(),
             totals: PageTotals::default(),
         }
     }
@@ -153,12 +153,12 @@ impl PageTable {
         self.pages.len()
     }
 
-    pub(super) fn try_page(&self, id: PageId) -> Option<&Page> {
-        self.pages[id.index()].as_ref()
+    pub(super) fn exists(&self, id: PageId) -> bool {
+        self.pages[id.index()].is_some()
     }
 
     pub(super) fn page(&self, id: PageId) -> &Page {
-        self.try_page(id).expect("a page that exists")
+        self.pages[id.index()].as_ref().expect("a page that exists")
     }
 
     fn page_mut(&mut self, id: PageId) -> &mut Page {
@@ -246,8 +246,8 @@ impl PageTable {
         PageId::at(self.pages.len() - 1)
     }
 
-    /// Removes a page that is mapped nowhere.
-    pub(super) fn remove(&mut self, id: PageId) {
+    /// Removes a page that is mapped nowhere. Returns its physical memory.
+    pub(super) fn remove(&mut self, id: PageId) -> PhysicalId {
         let page = self.pages[id.index()].take().expect("a page that exists");
         debug_assert!(page.mapped.is_empty() && page.home.is_none());
         self.totals.released += 1;
@@ -255,6 +255,7 @@ impl PageTable {
         self.count_by_slots[page.slots.ilog2() as usize] -= 1;
         self.reserved.decrease(SegmentKind::Large, u64::from(page.slots) * self.slot_bytes);
         self.unused.push(id);
+        page.physical
     }
 
     /// Takes the largest spare page whose number of slots is in the range.
@@ -287,11 +288,11 @@ impl PageTable {
     /// A page was mapped at a slot.
     pub(super) fn set_mapped(&mut self, id: PageId, slot: Slot) {
         let slots = self.page(id).slots;
-        let is_unmapped = |index: u32| self.slot(Slot { index, ..slot }).part.is_none();
+        let is_unmapped = |index: u32| self.slot(Slot { index, ..slot }).mapping == Mapping::Nothing;
         debug_assert!((slot.index..slot.index + slots).all(is_unmapped), "something is mapped at {slot:?}");
         #[expect(clippy::cast_possible_truncation, reason = "a page has at most four slots")]
         let part = |part: u32| PagePart { page: id, part: part as u8, slots: slots as u8, is_home: false };
-        self.set_slots(slot, slots, |at| Some(part(at)));
+        self.set_slots(slot, slots, |at| Mapping::Page(part(at)));
         self.page_mut(id).mapped.push(slot);
         self.totals.mapped += 1;
     }
@@ -301,27 +302,32 @@ impl PageTable {
         if self.page(id).home == Some(slot) {
             self.set_home(id, None);
         }
-        self.set_slots(slot, self.page(id).slots, |_| None);
+        self.set_slots(slot, self.page(id).slots, |_| Mapping::Nothing);
+        self.old.retain(|&old| old != (id, slot));
         self.page_mut(id).mapped.retain(|&other| other != slot);
         self.totals.unmapped += 1;
     }
 
-    /// A new mapping of a page, which nothing has used, could not be undone: the page does not belong there.
-    pub(super) fn set_unused(&mut self, id: PageId, slot: Slot) {
-        let heap = self.range(slot.range).heap;
-        let taken = self.heap_mut(heap).takes.take();
-        self.set_is_home(id, slot, false, taken);
+    /// A new mapping could not be undone: the slots are not used until that has worked.
+    pub(super) fn set_broken(&mut self, slot: Slot, slots: u32) {
+        self.set_slots(slot, slots, |_| Mapping::Broken);
+        self.broken.push((slot, slots));
     }
 
-    /// Something else is mapped in slots: `part` by their number from the first on.
-    fn set_slots(&mut self, first: Slot, slots: u32, part: impl Fn(u32) -> Option<PagePart>) {
+    /// It was undone after all.
+    pub(super) fn set_repaired(&mut self, slot: Slot, slots: u32) {
+        self.set_slots(slot, slots, |_| Mapping::Nothing);
+    }
+
+    /// Something else is mapped in slots: `mapping` by their number from the first on.
+    fn set_slots(&mut self, first: Slot, slots: u32, mapping: impl Fn(u32) -> Mapping) {
         let map = &mut self.ranges[first.range.index()];
         let end = (first.index + slots) as usize;
         if map.slots.len() < end {
             map.slots.resize(end, SlotState::default());
         }
-        for (at, state) in (0..slots).zip(&mut map.slots[first.index as usize..end]) {
-            *state = SlotState { part: part(at), taken: 0 };
+        for (part, state) in (0..slots).zip(&mut map.slots[first.index as usize..end]) {
+            *state = SlotState { mapping: mapping(part), taken: 0 };
         }
     }
 
@@ -329,8 +335,22 @@ impl PageTable {
     fn set_is_home(&mut self, id: PageId, slot: Slot, is_home: bool, taken: u64) {
         let slots = slot.index as usize..(slot.index + self.page(id).slots) as usize;
         for state in &mut self.ranges[slot.range.index()].slots[slots] {
-            state.part.as_mut().expect("the page is mapped there").is_home = is_home;
-            state.taken = taken;
+            let Mapping::Page(part) = &mut state.mapping else { unreachable!("{id:?} is mapped at {slot:?}") };
+            (part.is_home, state.taken) = (is_home, taken);
+        }
+    }
+
+    /// A page at a slot, as it counts in the statistics.
+    fn home_of(&self, id: PageId, slot: Slot) -> Home {
+        let (range, slots) = (self.range(slot.range), self.page(id).slots);
+        let beside = [slot.index.checked_sub(1), Some(slot.index + slots)];
+        let beside = beside.into_iter().flatten().map(|index| Slot { index, ..slot });
+        let neighbours = beside.filter(|&slot| self.own_page(slot).is_some()).count() as u64;
+        Home {
+            pool: self.heap(range.heap).map_or(MemPoolId::DEFAULT, |heap| heap.pool),
+            kind: range.kind,
+            bytes: self.page_bytes(id),
+            neighbours,
         }
     }
 
@@ -347,7 +367,13 @@ impl PageTable {
             self.reserved.increase(to, bytes);
             self.reserved.all = all;
         }
+        if let Some(slot) = home {
+            // What has passed there says nothing about the work to come.
+            self.old.retain(|&old| old != (id, slot));
+        }
         if let Some(before) = self.page(id).home {
+            let counted = self.home_of(id, before);
+            self.homes.removed(counted);
             let heap = self.range(before.range).heap;
             let taken = self.heap_mut(heap).takes.take();
             self.set_is_home(id, before, false, taken);
@@ -355,12 +381,20 @@ impl PageTable {
         self.page_mut(id).home = home;
         if let Some(slot) = home {
             self.set_is_home(id, slot, true, 0);
+            let home = self.home_of(id, slot);
+            self.homes.added(home);
         }
+    }
+
+    /// Whether a page is still mapped at a slot where it does not belong.
+    pub(super) fn is_old_mapping(&self, id: PageId, slot: Slot) -> bool {
+        let page = self.pages.get(id.index()).and_then(Option::as_ref);
+        page.is_some_and(|page| page.home != Some(slot) && page.is_mapped_at(slot))
     }
 
     /// Whether nothing is mapped anywhere.
     pub(super) fn has_no_mappings(&self) -> bool {
-        self.ranges.iter().flat_map(|map| &map.slots).all(|state| state.part.is_none())
+        self.ranges.iter().flat_map(|map| &map.slots).all(|state| state.mapping == Mapping::Nothing)
     }
 
     /// Every mapping of pages that belong to no or another slot.

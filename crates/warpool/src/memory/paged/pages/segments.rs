@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use super::super::homes::Home;
 use super::super::ids::HeapId;
 use super::super::pools::SegmentSource;
 use super::{PageTable, RangeId, RangeMap};
@@ -19,7 +20,9 @@ impl PageTable {
     ) -> RangeId {
         self.segment_bytes += bytes;
         self.reserved.increase(kind, bytes);
-        self.segment_allocs += 1;
+        let pool = self.heap_mut(heap).pool;
+        self.homes.added(Home { pool, kind, bytes, neighbours: 0 });
+        self.homes.segment_allocs += 1;
         self.push_range(RangeMap::new(base, bytes, heap, kind, Some(from)))
     }
 
@@ -31,7 +34,9 @@ impl PageTable {
         self.heap_mut(heap).ranges.retain(|&other| other != number);
         self.segment_bytes -= bytes;
         self.reserved.decrease(kind, bytes);
-        self.segment_frees += 1;
+        let pool = self.heap_mut(heap).pool;
+        self.homes.removed(Home { pool, kind, bytes, neighbours: 0 });
+        self.homes.segment_frees += 1;
         self.unused_ranges.push(number);
         source
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::super::ids::HeapId;
 use super::{PageId, PageTable, RangeId, Slot};
-use crate::{PooledEvent, Result};
+use crate::PooledEvent;
 
 /// Which takes of pages from a heap its stream has passed: a mapping that a page was taken from may be undone then.
 /// Takes are numbered; those up to an event have the same number.
@@ -19,18 +19,20 @@ pub(super) struct Takes {
     passed: u64,
     /// Whether there were takes since the last event.
     are_to_record: bool,
+    /// Whether there were any: pages may still be mapped where they were.
+    were_any: bool,
 }
 
 impl Default for Takes {
     fn default() -> Self {
-        Self { current: 1, recorded: VecDeque::new(), passed: 0, are_to_record: false }
+        Self { current: 1, recorded: VecDeque::new(), passed: 0, are_to_record: false, were_any: false }
     }
 }
 
 impl Takes {
     /// A page is taken. Returns the number of the take.
     pub(super) fn take(&mut self) -> u64 {
-        self.are_to_record = true;
+        (self.are_to_record, self.were_any) = (true, true);
         self.current
     }
 
@@ -84,11 +86,11 @@ impl PageTable {
     }
 
     /// Reads how far the stream of a heap has come. `has_passed` asks the driver.
-    pub(in crate::memory::paged) fn poll_takes(
+    pub(in crate::memory::paged) fn poll_takes<E>(
         &mut self,
         heap: HeapId,
-        has_passed: impl Fn(&PooledEvent) -> Result<bool>,
-    ) -> Result<()> {
+        has_passed: impl Fn(&PooledEvent) -> Result<bool, E>,
+    ) -> Result<(), E> {
         let takes = &mut self.heap_mut(heap).takes;
         while let Some((number, events)) = takes.recorded.front() {
             for event in events {
@@ -114,6 +116,6 @@ impl PageTable {
 
     /// Whether pages were ever taken from a heap: they may still be mapped there.
     pub(in crate::memory::paged) fn was_taken_from(&self, heap: HeapId) -> bool {
-        self.takes(heap).is_some_and(|takes| takes.are_to_record || takes.current > Takes::default().current)
+        self.takes(heap).is_some_and(|takes| takes.were_any)
     }
 }
