@@ -1,8 +1,8 @@
 """Tests of `warpool.predict` with a real PyTorch, on a machine without a GPU. WARPOOL_ANSWERS_LIBRARY is the path of
 the shared object.
 
-Most programs are a few lines, and what they ask of the allocator is written down by hand. `predict_digests.json` has the
-digest of what larger ones ask; after a change that is meant, `WARPOOL_WRITE_DIGESTS=1` writes it again.
+Most programs are a few lines, and what they ask of the allocator is written down by hand. `predict_digests.json` has
+the digest of what larger ones ask; after a change that is meant, `WARPOOL_WRITE_DIGESTS=1` writes it again.
 """
 
 import gc
@@ -23,7 +23,7 @@ from torch import nn
 
 import warpool
 import warpool.predict
-from warpool.predict import PredictionError, _assume, _recording
+from warpool.predict import PredictionError, _assume, _recording, operators
 
 HERE = Path(__file__).resolve().parent
 DIGESTS = HERE / "predict_digests.json"
@@ -176,6 +176,29 @@ class Operators(unittest.TestCase):
         )
         found = asked(lambda: floats(4).relu(), table)
         self.assertEqual(found, ["a0 4K", "a1 2K", "a2 4K", "f1", "a3 1K", "f0", "f3"])
+
+    def test_larger_memory_of_an_output_is_asked_for(self) -> None:
+        table = operators.Table.load("h200")
+
+        def program() -> Any:
+            x, y = floats(64), floats(64)
+            return nn.functional.mse_loss(x, y)
+
+        # The result, which keeps the memory of all losses, and a temporary as large.
+        self.assertEqual(asked(program, table), ["a0 64K", "a1 64K", "a2 64K", "a3 64K", "f0", "f1", "f3"])
+
+    def test_training_of_an_lstm_keeps_its_reserve(self) -> None:
+        table = operators.Table.load("h200")
+
+        def program() -> Any:
+            layers = nn.LSTM(128, 256, 3).cuda()
+            return layers(torch.empty(173, 44, 128, device="cuda"))
+
+        # As on an H200: the output, the workspace, the reserve.
+        found = asked(program, table)
+        at = next(number for number, word in enumerate(found) if word.endswith(f" {75_156_064 // 1024}K"))
+        self.assertTrue(found[at + 1].endswith(f" {132_509_952 // 1024}K"), found[at : at + 3])
+        self.assertEqual(found[at + 2], "f" + found[at].split()[0][1:])
 
     def test_library_keeps_its_workspace_for_each_stream(self) -> None:
         table = Table({"aten.mm.default": Steps([("output", 0)], [("cublas", 8 * MIB)])})

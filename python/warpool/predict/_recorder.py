@@ -571,7 +571,10 @@ def _special_operators(recorder: Recorder) -> Dict[str, Callable[..., Any]]:
         log_probs, targets, blank = args[0], args[1], kwargs.get("blank", args[4] if len(args) > 4 else 0)
         on_host = not isinstance(targets, FakeTensor) or targets.fake_device.type == "cpu"
         plain = log_probs.dtype == torch.float32 and targets.dtype == torch.int32 and targets.dim() == 1
-        return bool(on_host and plain and blank == 0 and torch.backends.cudnn.enabled)
+        if not (on_host and plain and blank == 0 and torch.backends.cudnn.enabled and targets.is_contiguous()):
+            return False
+        steps, lengths = log_probs.size(0), zip(args[2], args[3])
+        return all(source == steps and target < 256 and target <= source for source, target in lengths)
 
     def grouped_product(func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
         """PyTorch's shape function refuses single precision, which its kernel takes."""
