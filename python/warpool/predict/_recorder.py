@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _assume, _values
+from . import _assume, _outside, _values, operators
 from ._shapes import Shapes
 from ._log import Block, Log
 from ._recurrent import SHAPES
@@ -55,12 +55,16 @@ _FACTORIES = frozenset(
 class _Kind:
     """What is known about an operator from its schema."""
 
-    __slots__ = ("changes", "composite", "factory", "in_place", "name", "native", "returns_none", "views", "written")
+    __slots__ = (
+        *("changes", "composite", "factory", "in_place", "library", "name", "native", "returns_none", "views"),
+        "written",
+    )
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.name = schema.name.split("::")[1]
         self.native = (f"at::_ops::{self.name}::call",)
+        self.library = _outside.library(self.name)
         arguments = schema.arguments
         self.written = tuple(
             (number, argument.name)
@@ -109,6 +113,7 @@ class Recorder(TorchDispatchMode):
         self.unmodelled: Dict[str, List[int]] = {}
         self.operators: Dict[str, int] = {}
         self.kept: Dict[Any, Block] = {}
+        self.outside = _outside.Outside()
         self.host_bytes = 0
         self.on_operator: Optional[Callable[[], None]] = None
         self._kinds: Dict[Any, _Kind] = {}
@@ -247,6 +252,10 @@ class Recorder(TorchDispatchMode):
 
     def _log_operator(self, func: Any, kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
         outputs = [] if kind.in_place or kind.views else self._new_outputs(result)
+        if not kind.views:
+            self.outside.kernels = True
+        if kind.library is not None:
+            self.outside.use(kind.library, self._device(args, kwargs, outputs), operators.thread())
         steps = None
         if self.table is not None:
             steps = self.table.steps(func, args, kwargs, [output for output, _ in outputs])
