@@ -742,7 +742,8 @@ OPERATORS["aten.upsample_bilinear2d_backward.default"] = _plain("upsample_backwa
 
 # Recurrent layers: cuDNN's workspace is not public. It has 8 MiB for each layer and direction, the weights once, and
 # multiples of the sizes, which were found in measurements of cuDNN 9.19 on an H200. They are exact for an LSTM or a GRU
-# of 256 states or more whose input is not wider than that; others are close, plain RNNs within some 30 %.
+# of 256 states or more whose input is not wider than that. Others are close, but for plain RNNs: up to a third off, and
+# in bfloat16 half.
 
 # By mode (0 and 1: RNN, 2: LSTM, 3: GRU) and directions, in states of one sequence (the hidden size): for each step of
 # each sequence; for each sequence, layer and direction, packed; and more of these if padded.
