@@ -103,6 +103,40 @@ class Rules(unittest.TestCase):
         each = call("aten.mse_loss.default", losses, self=losses, target=losses, reduction=0)
         self.assertEqual(TABLE.of(each).sizes, {})
 
+    def test_a_long_ctc_loss_with_infinities_makes_its_gradient_twice(self) -> None:
+        guess, alpha = array(300, 32, 1000), array(32, 300, 81)
+        found = call("aten._ctc_loss_backward.default", guess, log_probs=guess, log_alpha=alpha, zero_infinity=True)
+        order = TABLE.of(found).order
+        self.assertIn(("alloc", "gradient", guess.nbytes), order)
+        self.assertLess(order.index(("output", 0)), order.index(("free", "gradient")))
+
+    def test_an_lstm_takes_the_workspace_that_was_measured(self) -> None:
+        # Input, sequences first, states, layers, directions, dropout; workspace on an H200.
+        measured = [
+            ((173, 44, 128), False, 256, 3, 1, 0.0, 75_156_064),
+            ((64, 8, 80), False, 512, 2, 1, 0.2, 36_798_784),
+            ((16, 64, 32), False, 768, 4, 1, 0.2, 126_878_464),
+            ((9, 1, 128), False, 512, 3, 2, 0.2, 111_559_456),
+            ((32, 300, 512), True, 640, 4, 2, 0.1, 580_256_256),
+        ]
+        for shape, batch_first, hidden, layers, directions, dropout, workspace in measured:
+            widths = [shape[-1]] + [hidden * directions] * (layers - 1)
+            weights = [array(4 * hidden, n) for width in widths for _ in range(directions) for n in (width, hidden)]
+            found = call(
+                "aten._cudnn_rnn.default",
+                input=array(*shape),
+                weight=weights,
+                mode=2,
+                hidden_size=hidden,
+                num_layers=layers,
+                batch_first=batch_first,
+                dropout=dropout,
+                train=True,
+                bidirectional=directions == 2,
+                batch_sizes=[],
+            )
+            self.assertIn(("alloc", "workspace", workspace), TABLE.of(found).order, shape)
+
     def test_what_cublas_keeps(self) -> None:
         out, left, right = array(4, 4), array(4, 8), array(8, 4)
         self.assertEqual(operators.kept(call("aten.mm.default", out, self=left, mat2=right)), [("cublas", 32 << 20)])

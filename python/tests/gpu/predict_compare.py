@@ -39,7 +39,7 @@ def main() -> int:
             row = json.loads(line)
             if "allocated" in row:
                 truth[row["program"], row["mode"]] = row
-    found, errors, verdicts = [], [], []
+    found, errors, verdicts, off = [], [], [], []
     for name in chosen.only or PROGRAMS:
         command = [sys.executable, __file__, "--child", name]
         command += ["--snapshots", chosen.snapshots] if chosen.snapshots else []
@@ -61,11 +61,18 @@ def main() -> int:
                 ratios = [needs[key] / real[key] - 1 for key in ("allocated", "reserved")]
                 errors += [(abs(ratio), name, mode) for ratio in ratios]
                 text += f" ({ratios[0]:+.2%} {ratios[1]:+.2%})"
+        real = truth.get((name, "native"), {}).get("outside")
+        text += f" | outside {row['outside'] / 2**20:.1f} MiB"
+        if real:
+            off.append(row["outside"] - real)
+            text += f" ({off[-1] / 2**20:+.1f} MiB)"
         print(f"{text} | unmodelled {row['unmodelled_share']:.1%}, {len(row['assumptions'])} assumptions", flush=True)
     if errors:
         shares = [error for error, _, _ in errors]
         worst = max(errors)
         print(f"error: median {statistics.median(shares):.2%}, worst {worst[0]:.2%} ({worst[1]}, {worst[2]})")
+    if off:
+        print(f"outside the allocator: {min(off) / 2**20:+.1f} to {max(off) / 2**20:+.1f} MiB")
     if chosen.out:
         Path(chosen.out).write_text("".join(json.dumps(row) + "\n" for row in found))
     if chosen.verdicts:
@@ -104,6 +111,7 @@ def child(name: str, snapshots: Any) -> int:
             "reserved": needs["peak_reserved_bytes"],
             "capped": needs["smallest_device_bytes"] - report["context_bytes"],
         }
+    row["outside"] = report["context_bytes"]
     for key in ("assumptions", "unmodelled", "unmodelled_share", "remarks", "operators", "seconds_recorded"):
         row[key] = report[key]
     sys.stdout.flush()

@@ -21,6 +21,7 @@ class FakeStream:
         self.device_type = 1
         self.priority = priority
         self.stream_id = recorder.streams.new() if number is None else number
+        recorder.outside.streams |= number is None
         self.cuda_stream = self.stream_id
 
     def __eq__(self, other: Any) -> bool:
@@ -124,7 +125,7 @@ def _index(device: Any, current: int = 0) -> int:
     return current if device.index is None else device.index
 
 
-def functions(recorder: Any, card: _cards.Card, devices: int, context: int) -> Dict[str, Any]:
+def functions(recorder: Any, card: _cards.Card, devices: int) -> Dict[str, Any]:
     """The functions of `torch.cuda` and `torch.cuda.memory`, by name."""
     log, streams = recorder.log, recorder.streams
     seeds: List[int] = [0]
@@ -199,7 +200,7 @@ def functions(recorder: Any, card: _cards.Card, devices: int, context: int) -> D
         return -(-peak(device) // (2 << 20)) * (2 << 20)
 
     def free_and_total(device: Any = None) -> Any:
-        return max(card.bytes - context - reserved(device), 0), card.bytes
+        return max(card.bytes - recorder.outside.bytes - reserved(device), 0), card.bytes
 
     def stats(device: Any = None) -> Dict[str, Any]:
         from collections import OrderedDict

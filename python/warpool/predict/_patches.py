@@ -112,17 +112,17 @@ def _virtual_functions(header: Path) -> List[str]:
     return found
 
 
-def patch(patches: Patches, recorder: Any, card: _cards.Card, devices: int, context: int, worker: Any) -> None:
+def patch(patches: Patches, recorder: Any, card: _cards.Card, devices: int, worker: Any) -> None:
     """Replaces everything; `patches.undo()` puts it back."""
-    _patch_cuda(patches, recorder, card, devices, context)
+    _patch_cuda(patches, recorder, card, devices)
     _patch_tensors(patches, recorder)
     _patch_modules(patches, recorder)
     _patch_functions(patches, recorder, card)
     _patch_data(patches, recorder, worker)
 
 
-def _patch_cuda(patches: Patches, recorder: Any, card: _cards.Card, devices: int, context: int) -> None:
-    made = _cuda.functions(recorder, card, devices, context)
+def _patch_cuda(patches: Patches, recorder: Any, card: _cards.Card, devices: int) -> None:
+    made = _cuda.functions(recorder, card, devices)
     cuda, memory = torch.cuda, torch.cuda.memory
     for name, value in made["cuda"].items():
         patches.set(cuda, name, value)

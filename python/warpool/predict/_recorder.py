@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _assume, _values
+from . import _assume, _outside, _values, operators
 from ._shapes import Shapes
 from ._log import Block, Log
 from ._recurrent import SHAPES
@@ -55,12 +55,16 @@ _FACTORIES = frozenset(
 class _Kind:
     """What is known about an operator from its schema."""
 
-    __slots__ = ("changes", "composite", "factory", "in_place", "name", "native", "returns_none", "views", "written")
+    __slots__ = (
+        *("changes", "composite", "factory", "in_place", "library", "name", "native", "returns_none", "views"),
+        "written",
+    )
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.name = schema.name.split("::")[1]
         self.native = (f"at::_ops::{self.name}::call",)
+        self.library = _outside.library(self.name)
         arguments = schema.arguments
         self.written = tuple(
             (number, argument.name)
@@ -109,6 +113,7 @@ class Recorder(TorchDispatchMode):
         self.unmodelled: Dict[str, List[int]] = {}
         self.operators: Dict[str, int] = {}
         self.kept: Dict[Any, Block] = {}
+        self.outside = _outside.Outside()
         self.host_bytes = 0
         self.on_operator: Optional[Callable[[], None]] = None
         self._kinds: Dict[Any, _Kind] = {}
@@ -247,6 +252,10 @@ class Recorder(TorchDispatchMode):
 
     def _log_operator(self, func: Any, kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
         outputs = [] if kind.in_place or kind.views else self._new_outputs(result)
+        if not kind.views:
+            self.outside.kernels = True
+        if kind.library is not None:
+            self.outside.use(kind.library, self._device(args, kwargs, outputs), operators.thread())
         steps = None
         if self.table is not None:
             steps = self.table.steps(func, args, kwargs, [output for output, _ in outputs])
@@ -571,7 +580,10 @@ def _special_operators(recorder: Recorder) -> Dict[str, Callable[..., Any]]:
         log_probs, targets, blank = args[0], args[1], kwargs.get("blank", args[4] if len(args) > 4 else 0)
         on_host = not isinstance(targets, FakeTensor) or targets.fake_device.type == "cpu"
         plain = log_probs.dtype == torch.float32 and targets.dtype == torch.int32 and targets.dim() == 1
-        return bool(on_host and plain and blank == 0 and torch.backends.cudnn.enabled)
+        if not (on_host and plain and blank == 0 and torch.backends.cudnn.enabled and targets.is_contiguous()):
+            return False
+        steps, lengths = log_probs.size(0), zip(args[2], args[3])
+        return all(source == steps and target < 256 and target <= source for source, target in lengths)
 
     def grouped_product(func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
         """PyTorch's shape function refuses single precision, which its kernel takes."""

@@ -17,7 +17,7 @@ from .. import _library
 from .._inputs import size_option
 from . import _assume, _cards, _patches, _recorder
 from ._log import Log
-from ._report import Report, context_bytes
+from ._report import Report
 
 # What is answered beside the settings that were asked for.
 SETTINGS = ("", "expandable_segments:True", "backend:paged")
@@ -44,7 +44,6 @@ class Run:
         self.path = path
         self.card = card
         self.settings = list(settings)
-        self.context_bytes = context_bytes(card)
         self.steps = steps
         self.steps_made = 0
         self._progress = progress
@@ -153,7 +152,7 @@ def recording(
     ended = False
     try:
         torch._C._set_only_lift_cpu_tensors(True)
-        _patches.patch(patches, run.recorder, card, gpus, run.context_bytes, lambda: _leave_in_worker(patches))
+        _patches.patch(patches, run.recorder, card, gpus, lambda: _leave_in_worker(patches))
         try:
             with run.recorder:
                 yield run

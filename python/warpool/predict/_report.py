@@ -10,13 +10,9 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from .. import _ask, _library
 from .._library import Input
+from . import _outside
 
 SCHEMA_VERSION = 1
-
-# The context of a process and its modules: the total less what is free after the first CUDA call. Measured on an H200,
-# driver 580.159, CUDA 13.0; other cards and versions may differ by some 100 MiB.
-CONTEXT_BYTES = 552_402_944
-CONTEXT_ORIGIN = "measured on an H200, driver 580.159, CUDA 13.0"
 
 _NAMES = {
     "": "native (PyTorch's default)",
@@ -24,11 +20,6 @@ _NAMES = {
     "backend:paged": "paged (Warpool)",
 }
 _ROWS = 10
-
-
-def context_bytes(card: Any) -> int:
-    """What a process takes on a card beside its allocator's memory."""
-    return CONTEXT_BYTES
 
 
 def size_text(size: float) -> str:
@@ -51,8 +42,9 @@ class Report:
         """Places the log of a run and writes its snapshot."""
         log, recorder, card = run.log, run.recorder, run.card
         start = time.perf_counter()
+        context, parts = recorder.outside.bytes, recorder.outside.parts()
         table = json.dumps({"frames": log.stacks.frames, "stacks": log.stacks.stacks}).encode()
-        options = {"capacity": card.bytes, "context": run.context_bytes, "settings": run.settings, "out": path}
+        options = {"capacity": card.bytes, "context": context, "settings": run.settings, "out": path}
         inputs = [Input(log.steps(), False), Input(table, False)]
         answer = _library.answer("predict", options, inputs).json
         holders, categories = _held(path)
@@ -70,8 +62,9 @@ class Report:
             "gpu": card.key,
             "gpu_name": card.name,
             "device_bytes": card.bytes,
-            "context_bytes": run.context_bytes,
-            "context_origin": CONTEXT_ORIGIN,
+            "context_bytes": context,
+            "context": parts,
+            "context_origin": _outside.ORIGIN,
             "snapshot": run.path,
             "steps": run.steps_made,
             "peak_allocated_bytes": first["peak_allocated_bytes"],
@@ -162,8 +155,9 @@ class Report:
         lines += [
             "",
             f"Peak allocated {size_text(data['peak_allocated_bytes'])}, peak reserved "
-            f"{size_text(data['peak_reserved_bytes'])}; the context takes {size_text(data['context_bytes'])} "
-            f"({data['context_origin']}).",
+            f"{size_text(data['peak_reserved_bytes'])}; outside the allocator {size_text(data['context_bytes'])}:",
+            ", ".join(f"{part['name']} {size_text(part['bytes'])}" for part in data["context"])
+            + f" ({data['context_origin']}).",
             "",
         ]
         name = data["gpu_name"]

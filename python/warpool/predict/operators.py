@@ -84,8 +84,8 @@ class Table:
             found = self._known[key] = self.of(made)
         if found is None or not found.kept:
             return found
-        thread = _thread()
-        return found._replace(kept=[(f"{what} {thread}", size) for what, size in found.kept])
+        name_of_thread = thread()
+        return found._replace(kept=[(f"{what} {name_of_thread}", size) for what, size in found.kept])
 
     def of(self, call: Call) -> Optional[Steps]:
         """The same for a call as plain data; the keys of `kept` do not name the thread."""
@@ -145,7 +145,7 @@ def _tagged_pointwise(func: Any) -> bool:
     return any(str(it) in ("pointwise", "Tag.pointwise") for it in getattr(func, "tags", ()))
 
 
-def _thread() -> str:
+def thread() -> str:
     """The thread of the GPU: autograd runs backward passes in its own."""
     import torch
 
