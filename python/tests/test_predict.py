@@ -526,7 +526,7 @@ class Command(unittest.TestCase):
         few = ("--steps", "1", "-q")
         self.assertEqual(self.run_command(*few, "--capacity", "600MiB", "--", "--batch", "64").returncode, 1)
         done = self.run_command(*few, "--budget", "1MiB")
-        self.assertEqual((done.returncode, "more than the budget" in done.stdout), (1, True))
+        self.assertEqual((done.returncode, "more than the budget" in done.stdout.splitlines()[0]), (1, True))
         done = self.run_command(
             *few,
             script="import torch\nint(torch.empty(1, device='cuda').argmin() + "
@@ -544,6 +544,49 @@ class Command(unittest.TestCase):
         self.assertRegex(done.stdout, r"64 .*does not fit")
         self.assertIn("The last batch of the sweep that fits", done.stdout)
         self.assertIn("<polyline", self.files["sweep.svg"])
+
+    def test_script_that_fails_gives_its_traceback_and_no_prediction(self) -> None:
+        for what, text in (
+            ("raise ValueError('my config')", "ValueError: my config"),
+            ("open('/none/such')", "FileNotFoundError"),
+            ("1 / 0", "ZeroDivisionError"),
+            ("torch.ones(2, 3, device='cuda') @ torch.ones(2, 3, device='cuda')", "RuntimeError"),
+        ):
+            with self.subTest(what=what):
+                done = self.run_command("--json", script=f"import torch\ndef f():\n  {what}\nf()\n")
+                self.assertEqual(done.returncode, 2, done.stderr)
+                self.assertRegex(done.stderr, r"^Traceback .*\n  File \".*train.py\", line 4, in <module>\n")
+                self.assertIn(text, done.stderr)
+                self.assertNotIn("runpy", done.stderr)
+                self.assertNotIn("warpool/", done.stderr)
+                self.assertIn("failed", json.loads(done.stdout)["error"])
+        done = self.run_command(script="import sys, torch\ntorch.ones(1).cuda()\nsys.exit('needs 2 GPUs')\n")
+        self.assertEqual((done.returncode, "needs 2 GPUs" in done.stderr, done.stdout), (2, True, ""))
+        done = self.run_command(script="print('hello')\n")
+        self.assertEqual((done.returncode, "never used CUDA" in done.stderr), (2, True))
+
+    def test_options_are_checked_before_the_script_runs(self) -> None:
+        for arguments in (
+            ["--budget", "20"],
+            ["--settings", "nonsense:1"],
+            ["-o", "/none/such/x"],
+            ["--plot", "x.svg"],
+        ):
+            with self.subTest(arguments=arguments):
+                done = self.run_command(*arguments, script="print('it ran')\n")
+                self.assertEqual((done.returncode, done.stdout), (2, ""))
+                self.assertEqual(len(done.stderr.strip().splitlines()), 1, done.stderr)
+
+    def test_options_after_the_script_are_remarked(self) -> None:
+        script = "import torch, sys\ntorch.ones(1).cuda()\nprint(sys.argv[1:])\n"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "train.py"
+            path.write_text(script)
+            command = [sys.executable, "-m", "warpool", "predict", str(path)]
+            for arguments, remarked in ((["--steps", "3"], True), (["--", "--steps", "3"], False)):
+                done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+                self.assertIn("['--steps', '3']", done.stdout)
+                self.assertEqual("remark: --steps" in done.stderr, remarked, done.stderr)
 
     def test_wrong_arguments_are_errors_of_one_line(self) -> None:
         for arguments in (["--gpu", "nosuch"], ["--sweep", "batch"], ["--steps", "0"], ["--assume", "x"]):

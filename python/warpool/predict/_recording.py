@@ -1,6 +1,7 @@
 """`recording`: the context in which a program is predicted, and what it gives."""
 
 import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -14,6 +15,7 @@ from torch.utils import _python_dispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import _library
+from .._library import Input
 from .._inputs import size_option
 from . import _assume, _cards, _patches, _recorder
 from ._log import Log
@@ -144,6 +146,9 @@ def recording(
         settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
     asked = [settings] if isinstance(settings, str) else list(settings)
     every = asked + [each for each in SETTINGS if each not in asked]
+    # Wrong settings are said before the program runs.
+    empty = [Input(b"", False), Input(b'{"frames": [], "stacks": []}', False)]
+    _library.answer("predict", {"capacity": card.bytes, "settings": every}, empty)
     run = Run(None if path is None else os.fspath(path), card, every, gpus, steps, progress)
     patches = _patches.Patches()
     _patches.answer_for_hooks()
@@ -151,6 +156,10 @@ def recording(
     hook = register_optimizer_step_post_hook(lambda *_: run.step())
     _active.append(run)
     ended = False
+    # It prints what fails in an operator's shape function, and then the operator fails as on a GPU.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         torch._C._set_only_lift_cpu_tensors(True)
         _patches.patch(patches, run.recorder, card, gpus, run.context_bytes, lambda: _leave_in_worker(patches))
@@ -162,6 +171,7 @@ def recording(
             ended = True
     finally:
         hook.remove()
+        logger.setLevel(level)
         patches.undo()
         torch._C._set_only_lift_cpu_tensors(lifts)
         _active.clear()
