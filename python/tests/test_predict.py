@@ -337,6 +337,63 @@ class Values(unittest.TestCase):
             self.assertEqual(run.steps_made, 1)
 
 
+    def test_floats_without_a_value_are_compared_as_they_are_read(self) -> None:
+        with warpool.predict.recording() as run:
+            loss, best = torch.empty(4, device="cuda").sum(), float("inf")
+            self.assertTrue(loss < best)
+            self.assertFalse(loss < 0.5)
+            best = loss
+            self.assertFalse(torch.empty(4, device="cuda").sum() < best)
+        self.assertIn("floats that are compared are 1.0", str(run.report))
+        with mock.patch.object(_assume, "_rules", []), warpool.predict.recording():
+            warpool.predict.assume("test_floats_without_a_value_are_compared_as_they_are_read", True)
+            self.assertTrue(torch.empty(4, device="cuda").sum() < 0.5)
+
+    def test_missing_value_ends_a_program_that_catches_it(self) -> None:
+        went_on = []
+
+        def program() -> None:
+            for number in range(3):
+                try:
+                    int((floats(4) > 0.5).sum())
+                except Exception:
+                    went_on.append(number)
+
+        with self.assertRaisesRegex(PredictionError, "an integer is read"):
+            recorded(program)
+        self.assertEqual(went_on, [0])
+
+
+class OutOfMemory(unittest.TestCase):
+    def test_error_is_raised_and_caught(self) -> None:
+        def program() -> Any:
+            gib = 16
+            while True:
+                try:
+                    return torch.empty(gib << 28, device="cuda").relu()
+                except torch.cuda.OutOfMemoryError as error:
+                    self.assertIn("Tried to allocate", str(error))
+                    gib //= 2
+
+        with warpool.predict.recording(gpu="rtx4060", out_of_memory="raise") as run:
+            # 8 GiB less the context hold 2 tensors of 2 GiB.
+            self.assertEqual(program().numel(), 2 << 28)
+        self.assertEqual((run.report.fits, run.report.peak_allocated_bytes), (True, 4 << 30))
+
+    def test_error_that_is_not_caught_ends_the_program(self) -> None:
+        with warpool.predict.recording(gpu="rtx4060", out_of_memory="raise") as run:
+            held = floats(4 << 20)
+            floats(8 << 20)
+            self.fail("it goes on")
+        del held
+        self.assertEqual((run.report.fits, run.report.peak_allocated_bytes), (False, 12 << 30))
+
+    def test_program_that_goes_on_is_remarked(self) -> None:
+        with warpool.predict.recording(gpu="rtx4060") as run:
+            floats(9 << 20)
+        self.assertIn("--oom raise", str(run.report))
+
+
 class Reports(unittest.TestCase):
     def test_report_says_whether_it_fits_and_where(self) -> None:
         def program() -> Any:
@@ -564,6 +621,15 @@ class Command(unittest.TestCase):
         self.assertEqual((done.returncode, "needs 2 GPUs" in done.stderr, done.stdout), (2, True, ""))
         done = self.run_command(script="print('hello')\n")
         self.assertEqual((done.returncode, "never used CUDA" in done.stderr), (2, True))
+
+    def test_script_that_catches_everything_ends_all_the_same(self) -> None:
+        body = "try:\n    (m(torch.ones(8, device='cuda')).sum()).backward(); o.step()\n  except: pass\n"
+        script = (
+            "import torch\nm = torch.nn.Linear(8, 8).cuda()\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+            f"while True:\n  {body}"
+        )
+        done = self.run_command("--steps", "2", "--json", "-q", script=script)
+        self.assertEqual((done.returncode, json.loads(done.stdout)["steps"]), (0, 2), done.stderr)
 
     def test_options_are_checked_before_the_script_runs(self) -> None:
         for arguments in (

@@ -56,6 +56,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many such cards the script sees (1)")
     parser.add_argument("--steps", type=int, metavar="N", help="end the script after N steps of optimizers")
     parser.add_argument(
+        "--oom",
+        choices=("continue", "raise"),
+        default="continue",
+        help="where the card is full, go on, or raise torch.OutOfMemoryError for scripts that catch it (continue)",
+    )
+    parser.add_argument(
         "--settings",
         action="append",
         metavar="CONF",
@@ -154,7 +160,10 @@ def _shown(chosen: Any, report: Any) -> int:
 
 def _predicted(chosen: Any, arguments: List[str], out: Optional[str]) -> Any:
     """Runs the script in this process."""
+    import torch
+
     from ._assume import PredictionError, assume
+    from ._recorder import Ended
     from ._recording import StopRecording, recording
 
     for text in chosen.assume:
@@ -181,11 +190,17 @@ def _predicted(chosen: Any, arguments: List[str], out: Optional[str]) -> Any:
             gpus=chosen.gpus,
             steps=chosen.steps,
             progress=progress,
+            out_of_memory=chosen.oom,
         ) as run:
+            run.recorder.on_swallowed = lambda: _leave(chosen, run, before[2])
             try:
                 runpy.run_path(chosen.script, run_name="__main__")
-            except (PredictionError, StopRecording, KeyboardInterrupt):
+            except (PredictionError, StopRecording, Ended, KeyboardInterrupt):
                 raise
+            except torch.OutOfMemoryError as error:
+                if chosen.oom == "raise":
+                    raise
+                raise _NoPrediction(f"{chosen.script} failed: no prediction", _traceback(error)) from None
             except SystemExit as ended:
                 if isinstance(ended.code, int) or ended.code is None:
                     if ended.code:
@@ -201,6 +216,25 @@ def _predicted(chosen: Any, arguments: List[str], out: Optional[str]) -> Any:
     if not run.report.allocations:
         raise _NoPrediction(f"{chosen.script} never used CUDA: no prediction")
     return run.report
+
+
+def _leave(chosen: Any, run: Any, stdout: Any) -> None:
+    """The script catches everything, and would not end: the process ends here, with the answer."""
+    status = 2
+    try:
+        from . import _recording
+
+        _recording.leave()
+        sys.stdout = stdout
+        if run.error is not None:
+            status = _failed(run.error, chosen.json)
+        else:
+            run.finish()
+            status = _shown(chosen, run.report)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _traceback(error: BaseException) -> str:
@@ -248,7 +282,7 @@ def _sweep(chosen: Any, arguments: List[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="warpool-") as folder:
         for value in values.split(","):
             command = [sys.executable, "-m", "warpool", "predict", "--json", "--quiet"]
-            for option in ("gpu", "capacity", "gpus", "steps"):
+            for option in ("gpu", "capacity", "gpus", "steps", "oom"):
                 given = getattr(chosen, option)
                 command += [] if given is None else [f"--{option}", str(given)]
             for text in chosen.settings or []:
