@@ -364,6 +364,90 @@ class Values(unittest.TestCase):
         self.assertEqual(went_on, [0])
 
 
+class Surroundings(unittest.TestCase):
+    def test_what_was_saved_is_loaded(self) -> None:
+        import io
+
+        def program() -> Any:
+            model = nn.BatchNorm1d(1024).cuda()
+            optimizer = torch.optim.Adam(model.parameters())
+            model(torch.ones(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "at": 3}
+            torch.save(state, "/none/such/best.pt")
+            before = torch.cuda.memory_allocated()
+            loaded = torch.load("/none/such/best.pt", map_location="cuda", weights_only=True)
+            # 2 parameters with 2 moments each, 2 running statistics, and a count; the optimizer's 2 counts move too.
+            self.assertEqual(torch.cuda.memory_allocated() - before, 8 * 4096 + 3 * 512)
+            model.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+            self.assertEqual((loaded["at"], int(loaded["model"]["num_batches_tracked"])), (3, 1))
+            on_host = torch.load("/none/such/best.pt", map_location="cpu")["model"]
+            self.assertEqual({each.device.type for each in on_host.values()}, {"cpu"})
+            buffer = io.BytesIO()
+            torch.save(model.state_dict(), buffer)
+            buffer.seek(0)
+            self.assertEqual(torch.load(buffer)["weight"].device.type, "cuda")
+
+        recorded(program)
+
+    def test_generator_of_a_device(self) -> None:
+        def program() -> Any:
+            generator = torch.Generator(device="cuda").manual_seed(0)
+            self.assertEqual(generator.device.type, "cuda")
+            return torch.randn(1024, generator=generator, device="cuda")
+
+        self.assertEqual(asked(program), ["a0 4K"])
+
+    def test_what_is_not_predicted_is_named(self) -> None:
+        def flex() -> Any:
+            from torch.nn.attention.flex_attention import flex_attention
+
+            return flex_attention(*(torch.ones(1, 2, 128, 64, device="cuda") for _ in range(3)))
+
+        def sparse() -> Any:
+            return torch.sparse_coo_tensor(torch.zeros(2, 3).long().cuda(), torch.ones(3).cuda(), (4, 4))
+
+        for program, text in ((flex, "flex_attention"), (sparse, "sparse"), (lambda: torch.cuda.MemPool(), "MemPool")):
+            with self.subTest(text), self.assertRaisesRegex(PredictionError, f"{text}.* not predicted"):
+                recorded(program)
+
+    def test_rank_of_a_distributed_program(self) -> None:
+        import torch.distributed as dist
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+        def program(wrap: Any) -> Any:
+            dist.init_process_group("nccl")
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            self.assertEqual((dist.get_rank(), dist.get_world_size()), (1, 4))
+            model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)).cuda()
+            made = wrap(model) or model
+            optimizer = torch.optim.Adam(made.parameters())
+            for _ in range(2):
+                made(torch.ones(8, 1024, device="cuda")).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            objects = [None] * 4
+            dist.all_gather_object(objects, 7)
+            dist.barrier()
+            self.assertEqual(objects, [7] * 4)
+            return torch.cuda.memory_allocated() // MIB, made, optimizer
+
+        held = {}
+        for name, wrap in (
+            ("ddp", lambda model: nn.parallel.DistributedDataParallel(model, device_ids=[1])),
+            ("fsdp", lambda model: FullyShardedDataParallel(model, device_id=1)),
+            ("fully_shard", lambda model: fully_shard(model) and None),
+        ):
+            with self.subTest(name):
+                run = recorded(lambda: held.update({name: program(wrap)[0]}), rank=1, world_size=4)  # noqa: B023
+                self.assertIn("rank 1 of 4", str(run.recorder.remarks))
+                self.assertFalse(dist.is_initialized())
+        # Parameters and two moments of 8 MiB, and DDP's buckets; FSDP has a quarter.
+        self.assertTrue(24 <= held["ddp"] <= 42, held)
+        self.assertTrue(6 <= held["fsdp"] < 12 and 6 <= held["fully_shard"] < 12, held)
+
+
 class OutOfMemory(unittest.TestCase):
     def test_error_is_raised_and_caught(self) -> None:
         def program() -> Any:

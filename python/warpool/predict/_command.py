@@ -53,7 +53,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     )
     parser.add_argument("--gpu", metavar="CARD", help="the card, such as a100-80gb or rtx4090 (h200)")
     parser.add_argument("--capacity", metavar="SIZE", help="its memory in its place, such as 79.1GiB")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many such cards the script sees (1)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many such cards the script sees (1)")
+    parser.add_argument("--rank", type=int, metavar="R", help="the rank that the script is (RANK, or 0)")
+    parser.add_argument("--world-size", type=int, metavar="N", help="of so many ranks (WORLD_SIZE, or --gpus)")
     parser.add_argument("--steps", type=int, metavar="N", help="end the script after N steps of optimizers")
     parser.add_argument(
         "--oom",
@@ -115,9 +117,9 @@ def _check(chosen: Any) -> None:
     """What can be wrong is said before the script runs, which may take long."""
     if not Path(chosen.script).is_file():
         raise Error(f"{chosen.script}: there is no such file")
-    for name in ("steps", "gpus"):
+    for name in ("steps", "gpus", "world_size"):
         if getattr(chosen, name) is not None and getattr(chosen, name) < 1:
-            raise Error(f"--{name} is at least 1")
+            raise Error(f"--{name.replace('_', '-')} is at least 1")
     if chosen.plot and not chosen.sweep:
         raise Error("--plot draws a sweep: give --sweep too")
     for option, path in (("-o", chosen.out), ("--plot", chosen.plot)):
@@ -188,6 +190,8 @@ def _predicted(chosen: Any, arguments: List[str], out: Optional[str]) -> Any:
             capacity=chosen.capacity,
             settings=settings,
             gpus=chosen.gpus,
+            rank=chosen.rank,
+            world_size=chosen.world_size,
             steps=chosen.steps,
             progress=progress,
             out_of_memory=chosen.oom,
@@ -282,9 +286,9 @@ def _sweep(chosen: Any, arguments: List[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="warpool-") as folder:
         for value in values.split(","):
             command = [sys.executable, "-m", "warpool", "predict", "--json", "--quiet"]
-            for option in ("gpu", "capacity", "gpus", "steps", "oom"):
+            for option in ("gpu", "capacity", "gpus", "rank", "world_size", "steps", "oom"):
                 given = getattr(chosen, option)
-                command += [] if given is None else [f"--{option}", str(given)]
+                command += [] if given is None else [f"--{option.replace('_', '-')}", str(given)]
             for text in chosen.settings or []:
                 command += ["--settings", text]
             for text in chosen.assume:

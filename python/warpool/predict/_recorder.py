@@ -29,6 +29,7 @@ from ._log import Block, Log
 from ._recurrent import SHAPES
 
 aten = torch.ops.aten
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _DEVICE = torch.ops.prim.device.default
 
 # Larger tensors of the host have no memory.
@@ -105,6 +106,9 @@ class _Death(weakref.ref):
 class Recorder(TorchDispatchMode):
     """Logs what a program asks of the allocator, while it is entered."""
 
+    # Those operators are refused by `_dispatch`.
+    supports_higher_order_operators = True
+
     def __init__(self, fake: FakeTensorMode, log: Log, table: Any, assumptions: "_assume.Assumptions") -> None:
         super().__init__()
         self.fake = fake
@@ -122,6 +126,7 @@ class Recorder(TorchDispatchMode):
         # What ends the program; raised again at each operator, since the program may catch it.
         self.ending: Optional[BaseException] = None
         self.ended_again = 0
+        self.on_end: List[Callable[[], None]] = []
         self.on_swallowed: Optional[Callable[[], None]] = None
         self._kinds: Dict[Any, _Kind] = {}
         self._special = _special_operators(self)
@@ -134,6 +139,10 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         if self.ending is not None:
             self._end_again()
+        for each in types:
+            # A tensor of tensors, such as fully_shard's DTensor: its operators on what it holds are seen here.
+            if each is not FakeTensor and each.__torch_dispatch__ is not _NO_DISPATCH:
+                return NotImplemented
         kwargs = kwargs or {}
         kind = self._kinds.get(func)
         if kind is None:

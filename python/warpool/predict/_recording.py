@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .. import _library
 from .._library import Input
 from .._inputs import size_option
-from . import _assume, _cards, _patches, _recorder
+from . import _assume, _cards, _distributed, _patches, _recorder
 from ._log import Log
 from ._report import Report, context_bytes
 
@@ -132,7 +132,9 @@ def recording(
     gpu: Optional[str] = None,
     capacity: Union[str, int, None] = None,
     settings: Union[str, Sequence[str], None] = None,
-    gpus: int = 1,
+    gpus: Optional[int] = None,
+    rank: Optional[int] = None,
+    world_size: Optional[int] = None,
     steps: Optional[int] = None,
     progress: Optional[Callable[[int, int], None]] = None,
     out_of_memory: str = "continue",
@@ -149,7 +151,9 @@ def recording(
         capacity: Its memory in its place, where the card has no name. Without both it is an H200.
         settings: The allocator's settings, as in PYTORCH_CUDA_ALLOC_CONF, which is read if this is None; a list has
             further settings to compare. Native, expandable segments and pages are always compared.
-        gpus: How many such cards the program sees.
+        gpus: How many such cards the program sees; as many as its node has ranks if this is None, or one.
+        rank, world_size: The rank of a distributed program that is predicted, and how many there are; those of
+            torchrun's variables in the environment if this is None, or rank 0 of `gpus`.
         steps: Leave the context after this many steps of optimizers.
         progress: Called now and then with the number of operators and of steps.
         out_of_memory: "continue": the program goes on where the card is full, so that its whole need is known. "raise":
@@ -166,6 +170,10 @@ def recording(
         raise _library.OptionError("give capacity or gpu, not both")
     if out_of_memory not in ("continue", "raise"):
         raise _library.OptionError(f"out_of_memory: '{out_of_memory}' is neither 'continue' nor 'raise'")
+    place = _distributed.Place(rank, world_size, gpus)
+    if not 0 <= place.rank < place.world_size:
+        raise _library.OptionError(f"rank: {place.rank} is not below the world size of {place.world_size}")
+    gpus = place.gpus
     size = size_option("capacity", capacity)
     size = _bytes(size) if size is not None else None
     card = _cards.find(gpu or "h200") if size is None else _cards.of_capacity(size)
@@ -191,6 +199,7 @@ def recording(
     try:
         torch._C._set_only_lift_cpu_tensors(True)
         _patches.patch(patches, run.recorder, card, gpus, run.context_bytes, lambda: _leave_in_worker(patches))
+        _distributed.patch(patches, run.recorder, place)
         try:
             with run.recorder:
                 yield run
@@ -207,6 +216,8 @@ def recording(
     finally:
         _assume.on_error = None
         ended = ended and run.error is None
+        for end in run.recorder.on_end:
+            end()
         hook.remove()
         logger.setLevel(level)
         patches.undo()
