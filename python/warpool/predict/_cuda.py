@@ -268,7 +268,7 @@ def functions(recorder: Any, card: _cards.Card, devices: int, context: int) -> D
     class MemPool:
         def __init__(self, *_: Any, **__: Any) -> None:
             raise recorder.assumptions_error(
-                "torch.cuda.MemPool is not predicted: run the program without it; a private pool has segments of its own"
+                "torch.cuda.MemPool is not predicted: run the program without it; a pool has segments of its own"
             )
 
     found: Dict[str, Any] = {
