@@ -16,7 +16,8 @@ class Place:
 
     def __init__(self, rank: Optional[int], world_size: Optional[int], gpus: Optional[int]) -> None:
         environment = os.environ
-        self.asked = world_size is not None or rank is not None or (gpus or 1) > 1
+        # Several cards alone may be for one process, such as with DataParallel.
+        self.asked = world_size is not None or rank is not None
         self.rank = int(environment.get("RANK", 0)) if rank is None else rank
         if world_size is None:
             world_size = int(environment.get("WORLD_SIZE", max(gpus or 1, self.rank + 1)))
