@@ -9,8 +9,9 @@ line.
 
 import linecache
 import math
+import operator
 import sys
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch._subclasses import fake_tensor
@@ -27,8 +28,23 @@ DATA_DEPENDENT = frozenset(
 )
 
 
+# The taint of a truth that compares a float without a value.
+COMPARED = "floats that are compared are 1.0"
+
+# Told of each error in a prediction: a program may catch it, and the prediction must not go on.
+on_error: Optional[Callable[["PredictionError"], None]] = None
+
+
 class PredictionError(Error, RuntimeError):
-    """A program cannot be predicted as it is; the text says what to do."""
+    """A program cannot be predicted as it is; the text says what to do.
+
+    A program that catches it ends all the same, at its next operator.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if on_error is not None:
+            on_error(self)
 
 
 class Rule(NamedTuple):
@@ -82,13 +98,17 @@ class Assumptions:
                 return rule, _line(stack)
         return None, _line(stack)
 
-    def item(self, tensor: Any) -> Any:
+    def item(self, tensor: Any, compared: Any = None) -> Any:
+        """A value that is read; `compared` is that of a comparison in which floats without a value are 1.0."""
         rule, line = self.given()
         if rule is not None:
             self.add(f"the value at {line} is {rule.value!r}, as given")
             if tensor.dtype == torch.bool:
                 return bool(rule.value)
             return float(rule.value) if tensor.dtype.is_floating_point else int(rule.value)
+        if compared is not None:
+            self.add(f"the truth that is read at {line} is {bool(compared)}: {COMPARED}")
+            return compared
         if tensor.dtype.is_floating_point:
             self.add(f"a value that is read at {line} is 1.0")
             return 1.0
@@ -219,12 +239,34 @@ def _compared(same: bool) -> Any:
 
     def make(recorder: Any, kind: Any, args: Any, kwargs: Any, result: Any) -> None:
         first, second = args[0], args[1]
-        if first is second:
+        if result.dim() == 0 and first is not second and not _is_infinite(second):
+            _ordered(recorder, kind, args, kwargs, result)
+        elif first is second:
             recorder.values.set(result, torch.full((), same), "values are finite")
         elif isinstance(second, float) and math.isinf(second):
             recorder.values.set(result, torch.full((), not same), "values are finite")
 
     return make
+
+
+def _is_infinite(value: Any) -> bool:
+    return isinstance(value, float) and math.isinf(value)
+
+
+def _ordered(recorder: Any, kind: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """`loss < best`: a float without a value is 1.0, as where it is read."""
+    if not isinstance(result, FakeTensor) or result.dim() != 0 or result.dtype != torch.bool:
+        return
+    operands = []
+    for each in args[:2]:
+        if isinstance(each, torch.Tensor):
+            known = recorder.values.of(each)
+            if known is None and not each.dtype.is_floating_point:
+                return
+            each = 1.0 if known is None else known.item()
+        operands.append(each)
+    value = getattr(operator, kind.name)(*operands)
+    recorder.values.set(result, torch.full((), value), COMPARED)
 
 
 def _indices(recorder: Any, kind: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -256,5 +298,6 @@ MAKERS: Dict[str, Any] = {
     "isfinite": _constant(True),
     "eq": _compared(True),
     "ne": _compared(False),
+    **{name: _ordered for name in ("lt", "le", "gt", "ge")},
     **{name: _indices for name in ("topk", "sort", "argsort", "argmax", "argmin", "max", "min", "multinomial")},
 }

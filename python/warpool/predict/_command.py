@@ -7,6 +7,7 @@ import runpy
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -27,8 +28,19 @@ The script ends after N steps of any optimizer (--steps), or when it ends itself
 Values: a prediction knows the values of inputs, masks and lengths, but not of what a model computes. A float that is
 read is 1.0. Where the program needs another value, an error names the line; say what it is with --assume.
 
-Exit status: 0 if it fits (and is within the budget), 1 if it does not, 2 if there is no prediction.
+Options come before SCRIPT: what follows it is the script's.
+
+Exit status: 0 if it fits (and is within the budget), 1 if it does not, 2 if there is no prediction: the script failed,
+never used CUDA, or needs a value. With --sweep: 0 if any value fits, 1 if none does, 2 if one has no prediction.
 """
+
+
+class _NoPrediction(Error):
+    """There is no prediction; `detail` is printed before the text."""
+
+    def __init__(self, text: str, detail: str = "") -> None:
+        super().__init__(text)
+        self.detail = detail
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -41,8 +53,16 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     )
     parser.add_argument("--gpu", metavar="CARD", help="the card, such as a100-80gb or rtx4090 (h200)")
     parser.add_argument("--capacity", metavar="SIZE", help="its memory in its place, such as 79.1GiB")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="how many such cards the script sees (1)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many such cards the script sees (1)")
+    parser.add_argument("--rank", type=int, metavar="R", help="the rank that the script is (RANK, or 0)")
+    parser.add_argument("--world-size", type=int, metavar="N", help="of so many ranks (WORLD_SIZE, or --gpus)")
     parser.add_argument("--steps", type=int, metavar="N", help="end the script after N steps of optimizers")
+    parser.add_argument(
+        "--oom",
+        choices=("continue", "raise"),
+        default="continue",
+        help="where the card is full, go on, or raise torch.OutOfMemoryError for scripts that catch it (continue)",
+    )
     parser.add_argument(
         "--settings",
         action="append",
@@ -68,53 +88,85 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="-- ARGS", help="its arguments")
     chosen = parser.parse_args(arguments)
     script_arguments = chosen.args[1:] if chosen.args[:1] == ["--"] else chosen.args
-    if not Path(chosen.script).is_file():
-        return _failed(f"{chosen.script}: there is no such file")
-    for name in ("steps", "gpus"):
-        if getattr(chosen, name) is not None and getattr(chosen, name) < 1:
-            return _failed(f"--{name} is at least 1")
-    # The program must not use a GPU that is there.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # argparse may have taken the -- out.
+    every = list(sys.argv[1:] if arguments is None else arguments)
+    separated = every[len(every) - len(script_arguments) - 1] == "--"
     try:
+        _check(chosen)
+        if not separated:
+            own = {name for action in parser._actions for name in action.option_strings if name.startswith("--")}
+            _remark_options(own, script_arguments)
+        # The program must not use a GPU that is there.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if chosen.sweep:
             return _sweep(chosen, script_arguments)
         report = _predicted(chosen, script_arguments, chosen.out)
-    except (Error, OSError, ValueError) as error:
-        return _failed(str(error))
-    return _shown(chosen, report)
+        return _shown(chosen, report)
+    except (Error, OSError) as error:
+        return _failed(error, chosen.json)
 
 
-def _failed(text: str) -> int:
-    print(f"error: {text}", file=sys.stderr)
+def _failed(error: Exception, as_json: bool) -> int:
+    print(f"{getattr(error, 'detail', '')}error: {error}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"schema_version": 1, "error": str(error)}), flush=True)
     return 2
 
 
-def _within(chosen: Any, report: Any) -> bool:
+def _check(chosen: Any) -> None:
+    """What can be wrong is said before the script runs, which may take long."""
+    if not Path(chosen.script).is_file():
+        raise Error(f"{chosen.script}: there is no such file")
+    for name in ("steps", "gpus", "world_size"):
+        if getattr(chosen, name) is not None and getattr(chosen, name) < 1:
+            raise Error(f"--{name.replace('_', '-')} is at least 1")
+    if chosen.plot and not chosen.sweep:
+        raise Error("--plot draws a sweep: give --sweep too")
+    for option, path in (("-o", chosen.out), ("--plot", chosen.plot)):
+        if path is not None:
+            folder = Path(path).resolve().parent
+            if Path(path).is_dir() or not os.access(folder, os.W_OK):
+                raise Error(f"{option} {path}: a file cannot be written there")
+    from . import _expect_torch
+
+    _expect_torch()
     from ._recording import _bytes
 
-    return report.fits and (chosen.budget is None or report.peak_reserved_bytes <= _bytes(chosen.budget))
+    if chosen.budget is not None:
+        chosen.budget_bytes = _bytes(chosen.budget)
+
+
+def _remark_options(own: "set[str]", arguments: List[str]) -> None:
+    given = [each for each in arguments if each.partition("=")[0] in own]
+    if given:
+        print(
+            f"remark: {', '.join(given)} follows SCRIPT, so the script gets it; options of warpool predict come before "
+            "SCRIPT (write -- before the script's arguments to say that it is meant)",
+            file=sys.stderr,
+        )
 
 
 def _shown(chosen: Any, report: Any) -> int:
     from ._report import size_text
 
+    within = chosen.budget is None or report.peak_reserved_bytes <= chosen.budget_bytes
     if chosen.json:
         print(report.to_json())
     else:
-        print(report)
         if chosen.budget is not None:
-            word = "within" if _within(chosen, report) else "more than"
-            print(f"It reserves {size_text(report.peak_reserved_bytes)}, {word} the budget of {chosen.budget}.")
-    return 0 if _within(chosen, report) else 1
+            size = size_text(report.peak_reserved_bytes)
+            print(f"It reserves {size}, {'within' if within else 'more than'} the budget of {chosen.budget}.")
+        print(report)
+    return 0 if report.fits and within else 1
 
 
 def _predicted(chosen: Any, arguments: List[str], out: Optional[str]) -> Any:
     """Runs the script in this process."""
-    from . import _expect_torch
+    import torch
 
-    _expect_torch()
-    from ._assume import assume
-    from ._recording import recording
+    from ._assume import PredictionError, assume
+    from ._recorder import Ended
+    from ._recording import StopRecording, recording
 
     for text in chosen.assume:
         where, separator, value = text.rpartition("=")
@@ -138,19 +190,68 @@ def _predicted(chosen: Any, arguments: List[str], out: Optional[str]) -> Any:
             capacity=chosen.capacity,
             settings=settings,
             gpus=chosen.gpus,
+            rank=chosen.rank,
+            world_size=chosen.world_size,
             steps=chosen.steps,
             progress=progress,
+            out_of_memory=chosen.oom,
         ) as run:
+            run.recorder.on_swallowed = lambda: _leave(chosen, run, before[2])
             try:
                 runpy.run_path(chosen.script, run_name="__main__")
+            except (PredictionError, StopRecording, Ended, KeyboardInterrupt):
+                raise
+            except torch.OutOfMemoryError as error:
+                if chosen.oom == "raise":
+                    raise
+                raise _NoPrediction(f"{chosen.script} failed: no prediction", _traceback(error)) from None
             except SystemExit as ended:
-                if ended.code not in (None, 0):
-                    raise Error(f"{chosen.script} ended with status {ended.code}") from None
+                if isinstance(ended.code, int) or ended.code is None:
+                    if ended.code:
+                        raise _NoPrediction(f"{chosen.script} ended with status {ended.code}") from None
+                else:
+                    raise _NoPrediction(f"{chosen.script} ended with: {ended.code}") from None
+            except BaseException as error:
+                raise _NoPrediction(f"{chosen.script} failed: no prediction", _traceback(error)) from None
     finally:
         sys.argv, sys.path[0], sys.stdout = before
         if progress is not None:
             progress.end()
+    if not run.report.allocations:
+        raise _NoPrediction(f"{chosen.script} never used CUDA: no prediction")
     return run.report
+
+
+def _leave(chosen: Any, run: Any, stdout: Any) -> None:
+    """The script catches everything, and would not end: the process ends here, with the answer."""
+    status = 2
+    try:
+        from . import _recording
+
+        _recording.leave()
+        sys.stdout = stdout
+        if run.error is not None:
+            status = _failed(run.error, chosen.json)
+        else:
+            run.finish()
+            status = _shown(chosen, run.report)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _traceback(error: BaseException) -> str:
+    """The script's own traceback: without the frames of this package and of what runs the script."""
+    hidden = (str(Path(__file__).resolve().parents[1]) + os.sep, "<frozen runpy>", runpy.__file__)
+    found = traceback.TracebackException.from_exception(error)
+    every: List[Any] = [found]
+    for each in every:
+        kept = [frame for frame in each.stack if not str(Path(frame.filename).resolve()).startswith(hidden[0])]
+        kept = [frame for frame in kept if frame.filename not in hidden]
+        each.stack = traceback.StackSummary.from_list(kept)
+        every += [more for more in (each.__cause__, each.__context__) if more is not None and more not in every]
+    return "".join(found.format())
 
 
 class _Progress:
@@ -185,9 +286,9 @@ def _sweep(chosen: Any, arguments: List[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="warpool-") as folder:
         for value in values.split(","):
             command = [sys.executable, "-m", "warpool", "predict", "--json", "--quiet"]
-            for option in ("gpu", "capacity", "gpus", "steps"):
+            for option in ("gpu", "capacity", "gpus", "rank", "world_size", "steps", "oom"):
                 given = getattr(chosen, option)
-                command += [] if given is None else [f"--{option}", str(given)]
+                command += [] if given is None else [f"--{option.replace('_', '-')}", str(given)]
             for text in chosen.settings or []:
                 command += ["--settings", text]
             for text in chosen.assume:
@@ -199,8 +300,9 @@ def _sweep(chosen: Any, arguments: List[str]) -> int:
             with log.open("w") as errors:
                 ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True)
             if ended.returncode not in (0, 1):
-                tail = log.read_text().strip().splitlines()[-1:] or ["nothing was printed"]
-                raise Error(f"{name}={value}: {tail[0].removeprefix('error: ')}")
+                printed = log.read_text().strip()
+                head, _, tail = (printed or "nothing was printed").rpartition("\n")
+                raise _NoPrediction(f"{name}={value}: {tail.removeprefix('error: ')}", head + "\n" if head else "")
             report = json.loads(ended.stdout.strip().splitlines()[-1])
             reports.append((value, {**report, "sweep": {"name": name, "value": value}}))
     if chosen.json:
@@ -213,9 +315,7 @@ def _sweep(chosen: Any, arguments: List[str]) -> int:
 
         Path(chosen.plot).write_text(svg(name, reports), encoding="utf-8")
         print(f"{chosen.plot} is written.", file=sys.stderr)
-    from ._recording import _bytes
-
-    most = None if chosen.budget is None else _bytes(chosen.budget)
+    most = None if chosen.budget is None else chosen.budget_bytes
     fits = any(report["fits"] and (most is None or report["peak_reserved_bytes"] <= most) for _, report in reports)
     return 0 if fits else 1
 

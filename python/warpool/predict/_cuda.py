@@ -86,6 +86,21 @@ class FakeEvent:
         return ((end._operators or 0) - (self._operators or 0)) * OPERATOR_US / 1000
 
 
+class FakeGenerator(torch.Generator):
+    """A generator: one of the host, which says that it is of a device."""
+
+    _device: Any = None
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        made = super().__new__(cls, "cpu")
+        made._device = torch.device(device)
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device if self._device is not None else torch.device("cpu")
+
+
 class Properties:
     """What `torch.cuda.get_device_properties` returns."""
 
@@ -251,7 +266,15 @@ def functions(recorder: Any, card: _cards.Card, devices: int) -> Dict[str, Any]:
                 "CUDA graphs are not predicted: run the program without them; what they capture has pools of its own"
             )
 
+    class MemPool:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise recorder.assumptions_error(
+                "torch.cuda.MemPool is not predicted: run the program without it; a pool has segments of its own"
+            )
+
     found: Dict[str, Any] = {
+        "MemPool": MemPool,
+        "use_mem_pool": MemPool,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_compiled": lambda: True,

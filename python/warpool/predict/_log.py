@@ -8,7 +8,7 @@ import sys
 from array import array
 from collections import deque
 from types import CodeType, FrameType
-from typing import Any, Deque, Dict, List, Optional, Tuple
+from typing import Any, Callable, Deque, Dict, List, Optional, Tuple
 
 ALLOC, FREE, FREE_IN_USE, COMPLETE, SYNCHRONIZE, EMPTY_CACHE, LIMIT = range(7)
 OPERATOR_US = 10
@@ -45,8 +45,17 @@ class Log:
         self.streams = 1
         self._in_use: Deque[Tuple[int, Block]] = deque()
         self.waits_for_streams = 0
+        # The most bytes allocated on a device, and what makes the error beyond them; None: the program goes on.
+        self.most: Optional[int] = None
+        self.full: Optional[Callable[[int, int], BaseException]] = None
+        self.refused: Optional[Tuple[int, int, int, int]] = None
 
     def alloc(self, size: int, device: int, stream: int, stack: int) -> Block:
+        rounded = (size + 511) & -512
+        allocated = self.allocated.get(device, 0) + rounded
+        if self.most is not None and allocated > self.most and self.full is not None:
+            self.refused = (size, device, stream, stack)
+            raise self.full(size, device)
         block = Block(self.allocations, size, device, stream)
         self.allocations += 1
         if stream >= self.streams:
@@ -54,13 +63,17 @@ class Log:
         self.events.extend(
             (ALLOC | device << 8 | stream << 16, block.number, size, stack, self.operators * OPERATOR_US)
         )
-        rounded = (size + 511) & -512
-        allocated = self.allocated.get(device, 0) + rounded
         self.allocated[device] = allocated
         self.requested[device] = self.requested.get(device, 0) + size
         if allocated > self.peak.get(device, 0):
             self.peak[device] = allocated
         return block
+
+    def end_refused(self) -> None:
+        """The program ended where memory ran out: its last request is part of what it needs."""
+        if self.refused is not None:
+            self.most = None
+            self.alloc(*self.refused)
 
     def free(self, block: Block) -> None:
         in_use = block.streams_used is not None

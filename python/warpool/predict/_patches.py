@@ -16,7 +16,7 @@ import torch
 import torch._subclasses.fake_tensor as fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import _cards, _cuda
+from . import _cards, _cuda, _saved
 
 _MISSING = object()
 
@@ -44,6 +44,10 @@ class Patches:
                 setattr(owner, name, before)
 
         self._undo.append(undo)
+
+    def on_undo(self, function: Callable[[], None]) -> None:
+        """Something else to put back."""
+        self._undo.append(function)
 
     def undo(self) -> None:
         while self._undo:
@@ -179,6 +183,7 @@ def _patch_cuda(patches: Patches, recorder: Any, card: _cards.Card, devices: int
         }.items():
             if hasattr(accelerator, name):
                 patches.set(accelerator, name, value)
+    patches.set(torch, "Generator", _cuda.FakeGenerator)
     patches.set(fake_tensor, "init_gpu_context", lambda device=None: None)
     # Transformers asks for it, and takes a model for traced: then it makes masks that it leaves out otherwise.
     patches.set(torch._subclasses, "FakeTensor", type("FakeTensor", (), {}))
@@ -418,8 +423,7 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         patches.set(torch.distributed, "Logger", _ddp.Logger)
         patches.set(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)
 
-    def save(*_: Any, **__: Any) -> None:
-        recorder.remarks.add("torch.save wrote nothing")
+    save, load = _saved.functions(recorder, torch.load)
 
     def compile(model: Any = None, **options: Any) -> Any:
         recorder.remarks.add(
@@ -428,8 +432,38 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         return (lambda function: function) if model is None else model
 
     patches.set(torch, "save", save)
+    patches.set(torch, "load", load)
+    for name in (
+        "sparse_coo_tensor",
+        "sparse_csr_tensor",
+        "sparse_csc_tensor",
+        "sparse_bsr_tensor",
+        "sparse_bsc_tensor",
+        "sparse_compressed_tensor",
+    ):
+        patches.set(torch, name, _without_sparse(recorder, name, getattr(torch, name)))
+    for name in ("to_sparse", "to_sparse_coo", "to_sparse_csr"):
+        patches.set(torch.Tensor, name, _without_sparse(recorder, name, getattr(torch.Tensor, name)))
     patches.set(torch, "compile", compile)
     patches.set(torch.nn.Module, "compile", lambda module, *_, **__: compile(module) and None)
+
+
+def _without_sparse(recorder: Any, name: str, original: Any) -> Any:
+    """Sparse tensors of a device are not predicted: their sizes depend on values."""
+
+    def make(*args: Any, **options: Any) -> Any:
+        every = (*args, options.get("device", "cpu"))
+        if any(
+            each.is_cuda
+            if isinstance(each, torch.Tensor)
+            else isinstance(each, (str, torch.device)) and torch.device(each).type == "cuda"
+            for each in every
+        ):
+            line = recorder.assumptions.given()[1]
+            raise recorder.assumptions_error(f"{line}: sparse CUDA tensors ({name}) are not predicted")
+        return original(*args, **options)
+
+    return make
 
 
 def _patch_data(patches: Patches, recorder: Any, worker: Any) -> None:

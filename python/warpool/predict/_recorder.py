@@ -29,6 +29,7 @@ from ._log import Block, Log
 from ._recurrent import SHAPES
 
 aten = torch.ops.aten
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _DEVICE = torch.ops.prim.device.default
 
 # Larger tensors of the host have no memory.
@@ -50,6 +51,14 @@ _FACTORIES = frozenset(
     "tril_indices triu_indices hann_window hamming_window blackman_window bartlett_window kaiser_window fft_fftfreq "
     "fft_rfftfreq normal".split()
 )
+
+
+# A program that catches what ends it is let go on for this many operators.
+_SWALLOWED = 1000
+
+
+class Ended(BaseException):
+    """The prediction has ended, though the program has caught what ended it."""
 
 
 class _Kind:
@@ -101,6 +110,9 @@ class _Death(weakref.ref):
 class Recorder(TorchDispatchMode):
     """Logs what a program asks of the allocator, while it is entered."""
 
+    # Those operators are refused by `_dispatch`.
+    supports_higher_order_operators = True
+
     def __init__(self, fake: FakeTensorMode, log: Log, table: Any, assumptions: "_assume.Assumptions") -> None:
         super().__init__()
         self.fake = fake
@@ -116,6 +128,11 @@ class Recorder(TorchDispatchMode):
         self.outside = _outside.Outside()
         self.host_bytes = 0
         self.on_operator: Optional[Callable[[], None]] = None
+        # What ends the program; raised again at each operator, since the program may catch it.
+        self.ending: Optional[BaseException] = None
+        self.ended_again = 0
+        self.on_end: List[Callable[[], None]] = []
+        self.on_swallowed: Optional[Callable[[], None]] = None
         self._kinds: Dict[Any, _Kind] = {}
         self._special = _special_operators(self)
         self._shapes = Shapes(fake)
@@ -125,9 +142,20 @@ class Recorder(TorchDispatchMode):
     def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if self.ending is not None:
+            self._end_again()
+        for each in types:
+            # A tensor of tensors, such as fully_shard's DTensor: its operators on what it holds are seen here.
+            if each is not FakeTensor and each.__torch_dispatch__ is not _NO_DISPATCH:
+                return NotImplemented
         kwargs = kwargs or {}
         kind = self._kinds.get(func)
         if kind is None:
+            if isinstance(func, torch._ops.HigherOrderOperator):
+                raise _assume.PredictionError(
+                    f"{self.assumptions.given()[1]}: {func.name()} is not predicted: without torch.compile its memory "
+                    "would be another. Use scaled_dot_product_attention in its place for the prediction"
+                )
             kind = self._kinds[func] = _Kind(func)
         if kind.composite:
             with self:
@@ -147,6 +175,13 @@ class Recorder(TorchDispatchMode):
         if not to_cuda and not any(each.fake_device.type == "cuda" for each in fakes):
             return self._fake_host(func, kind, types, args, kwargs)
         return self._on_device(func, kind, types, args, kwargs)
+
+    def _end_again(self) -> None:
+        """The program caught what ends it, and goes on."""
+        self.ended_again += 1
+        if self.ended_again >= _SWALLOWED and self.on_swallowed is not None:
+            self.on_swallowed()
+        raise Ended
 
     def _on_host(self, func: Any, kind: _Kind, args: Any, kwargs: Any, reals: Any) -> Any:
         """An operator on tensors of the host that have memory."""
@@ -279,21 +314,24 @@ class Recorder(TorchDispatchMode):
         sizes = getattr(steps, "sizes", {})
         temporaries: Dict[Any, Block] = {}
         made = set()
-        for step in steps.order:
-            what = step[0]
-            if what == "output":
-                made.add(step[1])
-                self._allocated(*outputs[step[1]], stack, sizes.get(step[1]))
-            elif what == "alloc":
-                if step[2]:
-                    temporaries[step[1]] = self.log.alloc(step[2], device, stream, stack)
-            elif step[1] in temporaries:
-                self.log.free(temporaries.pop(step[1]))
-        for number, (output, storage) in enumerate(outputs):
-            if number not in made:
-                self._allocated(output, storage, stack)
-        for block in temporaries.values():
-            self.log.free(block)
+        try:
+            for step in steps.order:
+                what = step[0]
+                if what == "output":
+                    made.add(step[1])
+                    self._allocated(*outputs[step[1]], stack, sizes.get(step[1]))
+                elif what == "alloc":
+                    if step[2]:
+                        temporaries[step[1]] = self.log.alloc(step[2], device, stream, stack)
+                elif step[1] in temporaries:
+                    self.log.free(temporaries.pop(step[1]))
+            for number, (output, storage) in enumerate(outputs):
+                if number not in made:
+                    self._allocated(output, storage, stack)
+        finally:
+            # Also where memory ran out in the midst of the operator.
+            for block in temporaries.values():
+                self.log.free(block)
 
     def keep(self, key: Any, size: int, device: int, stream: int) -> None:
         """Memory that a library keeps from its first use on."""
@@ -501,6 +539,8 @@ def _special_operators(recorder: Recorder) -> Dict[str, Callable[..., Any]]:
         known = values.of(args[0])
         if known is not None:
             taint = values.taint(args[0])
+            if taint == _assume.COMPARED:
+                return assumptions.item(args[0], func(known))
             if taint is not None:
                 assumptions.add(taint)
             return func(known)

@@ -1,6 +1,7 @@
 """`recording`: the context in which a program is predicted, and what it gives."""
 
 import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -14,8 +15,9 @@ from torch.utils import _python_dispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import _library
+from .._library import Input
 from .._inputs import size_option
-from . import _assume, _cards, _patches, _recorder
+from . import _assume, _cards, _distributed, _outside, _patches, _recorder
 from ._log import Log
 from ._report import Report
 
@@ -40,8 +42,10 @@ class Run:
         devices: int,
         steps: Optional[int],
         progress: Optional[Callable[[int, int], None]],
+        out_of_memory: str = "continue",
     ) -> None:
         self.path = path
+        self.out_of_memory = out_of_memory
         self.card = card
         self.settings = list(settings)
         self.steps = steps
@@ -61,6 +65,9 @@ class Run:
         self.recorder.assumptions_error = _assume.PredictionError
         self.recorder.on_operator = self._look if progress is not None else None
         self._devices = devices
+        self.error: Optional[_assume.PredictionError] = None
+        if out_of_memory == "raise":
+            self.log.most, self.log.full = card.bytes - _outside.CONTEXT_BYTES - _outside.KERNELS, self._full
         self._report: Optional[Report] = None
 
     @property
@@ -70,11 +77,27 @@ class Run:
             raise _assume.PredictionError("the report is there when the context of `recording` has ended")
         return self._report
 
+    def _full(self, size: int, device: int) -> BaseException:
+        allocated = self.log.allocated.get(device, 0)
+        error = torch.OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {_text(size)}. GPU {device} has a total capacity of "
+            f"{_text(self.card.bytes)} of which {_text((self.log.most or 0) - allocated)} is free "
+            "(predicted: without fragmentation)."
+        )
+        # The error itself is not kept: its traceback would hold tensors.
+        error.of_prediction = True
+        return error
+
+    def _failed(self, error: "_assume.PredictionError") -> None:
+        if self.error is None:
+            self.error = self.recorder.ending = error
+
     def step(self) -> None:
         """An iteration has ended: called by optimizers, or by the program itself."""
         self.steps_made += 1
         if self.steps is not None and self.steps_made >= self.steps:
-            raise StopRecording
+            self.recorder.ending = StopRecording()
+            raise self.recorder.ending
 
     def _look(self) -> None:
         if self.log.operators % 256 == 0 and time.perf_counter() - self._shown > 0.5:
@@ -108,9 +131,12 @@ def recording(
     gpu: Optional[str] = None,
     capacity: Union[str, int, None] = None,
     settings: Union[str, Sequence[str], None] = None,
-    gpus: int = 1,
+    gpus: Optional[int] = None,
+    rank: Optional[int] = None,
+    world_size: Optional[int] = None,
     steps: Optional[int] = None,
     progress: Optional[Callable[[int, int], None]] = None,
+    out_of_memory: str = "continue",
 ) -> Iterator[Run]:
     """Predicts the GPU memory of the code in this context, which needs no GPU.
 
@@ -124,9 +150,14 @@ def recording(
         capacity: Its memory in its place, where the card has no name. Without both it is an H200.
         settings: The allocator's settings, as in PYTORCH_CUDA_ALLOC_CONF, which is read if this is None; a list has
             further settings to compare. Native, expandable segments and pages are always compared.
-        gpus: How many such cards the program sees.
+        gpus: How many such cards the program sees; as many as its node has ranks if this is None, or one.
+        rank, world_size: The rank of a distributed program that is predicted, and how many there are; those of
+            torchrun's variables in the environment if this is None, or rank 0 of `gpus`.
         steps: Leave the context after this many steps of optimizers.
         progress: Called now and then with the number of operators and of steps.
+        out_of_memory: "continue": the program goes on where the card is full, so that its whole need is known. "raise":
+            `torch.OutOfMemoryError` is raised there, for programs that catch it: when the bytes allocated exceed the
+            card's memory without the context; fragmentation is not counted. If it is not caught, the context ends.
 
     Raises:
         PredictionError: The program needs a value that a prediction does not have; the text says how to give it.
@@ -136,6 +167,12 @@ def recording(
         raise _assume.PredictionError("a prediction is under way already: contexts of `recording` cannot be nested")
     if gpu is not None and capacity is not None:
         raise _library.OptionError("give capacity or gpu, not both")
+    if out_of_memory not in ("continue", "raise"):
+        raise _library.OptionError(f"out_of_memory: '{out_of_memory}' is neither 'continue' nor 'raise'")
+    place = _distributed.Place(rank, world_size, gpus)
+    if not 0 <= place.rank < place.world_size:
+        raise _library.OptionError(f"rank: {place.rank} is not below the world size of {place.world_size}")
+    gpus = place.gpus
     size = size_option("capacity", capacity)
     size = _bytes(size) if size is not None else None
     card = _cards.find(gpu or "h200") if size is None else _cards.of_capacity(size)
@@ -143,24 +180,45 @@ def recording(
         settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
     asked = [settings] if isinstance(settings, str) else list(settings)
     every = asked + [each for each in SETTINGS if each not in asked]
-    run = Run(None if path is None else os.fspath(path), card, every, gpus, steps, progress)
+    # Wrong settings are said before the program runs.
+    empty = [Input(b"", False), Input(b'{"frames": [], "stacks": []}', False)]
+    _library.answer("predict", {"capacity": card.bytes, "settings": every}, empty)
+    run = Run(None if path is None else os.fspath(path), card, every, gpus, steps, progress, out_of_memory)
     patches = _patches.Patches()
     _patches.answer_for_hooks()
     lifts = torch._C._only_lift_cpu_tensors()
     hook = register_optimizer_step_post_hook(lambda *_: run.step())
     _active.append(run)
+    _assume.on_error = run._failed
     ended = False
+    # It prints what fails in an operator's shape function, and then the operator fails as on a GPU.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         torch._C._set_only_lift_cpu_tensors(True)
         _patches.patch(patches, run.recorder, card, gpus, lambda: _leave_in_worker(patches))
+        _distributed.patch(patches, run.recorder, place)
         try:
             with run.recorder:
                 yield run
             ended = True
-        except StopRecording:
+        except (StopRecording, _recorder.Ended):
             ended = True
+        except torch.OutOfMemoryError as error:
+            if not getattr(error, "of_prediction", False):
+                raise
+            run.log.end_refused()
+            ended = True
+        if run.error is not None:
+            raise run.error
     finally:
+        _assume.on_error = None
+        ended = ended and run.error is None
+        for end in run.recorder.on_end:
+            end()
         hook.remove()
+        logger.setLevel(level)
         patches.undo()
         torch._C._set_only_lift_cpu_tensors(lifts)
         _active.clear()
@@ -219,9 +277,14 @@ def _bytes(size: Any) -> int:
     return int(float(number) * (1024 if binary else 1000) ** (1 + "KMGT".index(prefix)))
 
 
-def _leave_in_worker(patches: _patches.Patches) -> None:
-    """In the process of a loader's worker: tensors have memory there."""
+def leave() -> None:
+    """Leaves the modes in which operators are logged, for a process that ends."""
     while torch._C._len_torch_dispatch_stack():
         _python_dispatch._pop_mode()
     torch._C._set_only_lift_cpu_tensors(False)
+
+
+def _leave_in_worker(patches: _patches.Patches) -> None:
+    """In the process of a loader's worker: tensors have memory there."""
+    leave()
     patches.undo()

@@ -77,7 +77,7 @@ class Report:
             "holders": holders,
             "categories": categories,
             "assumptions": [{"text": text, "count": count} for text, count in recorder.assumptions.made.items()],
-            "remarks": sorted(recorder.remarks),
+            "remarks": sorted(recorder.remarks) + _full(device["fits"], run),
             "stream_waits": log.waits_for_streams,
             "table": None if recorder.table is None else getattr(recorder.table, "measured_on", "operators"),
             "operators": operators,
@@ -232,6 +232,16 @@ class Report:
         if data["table"] is not None:
             lines[-1:] = [f"The table was measured on {data['table']}.", ""]
         return lines
+
+
+def _full(fits: bool, run: Any) -> List[str]:
+    """That the program went on though memory had run out, in which a real one may do something else."""
+    if fits or getattr(run, "out_of_memory", "") != "continue":
+        return []
+    return [
+        "The program went on where memory ran out: code that catches torch.OutOfMemoryError was not entered. With "
+        '--oom raise (out_of_memory="raise" in Python) it is'
+    ]
 
 
 def _held(path: str) -> Tuple[List[Dict[str, Any]], List[Dict[str, Any]]]:

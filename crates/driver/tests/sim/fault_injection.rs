@@ -73,6 +73,7 @@ fn scenario(driver: &dyn Driver) -> Result<()> {
     }
     driver.event_record(start, stream, plain)?;
     driver.event_record(end, stream, plain)?;
+    driver.event_record_context(end)?;
     driver.event_synchronize(end)?;
     driver.event_query(end)?;
     driver.event_elapsed_ms(start, end)?;

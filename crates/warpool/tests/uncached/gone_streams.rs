@@ -85,17 +85,17 @@ fn allocator(gpu: &Gpu, name: &str) -> Arc<dyn DeviceAllocator> {
 #[derive(Clone, Copy, Debug)]
 enum Postponed {
     /// They are dropped.
-    ByDestructor,
+    Destructor,
     /// The foreign stream captures.
-    ByCapture,
+    Capture,
     /// They are dropped, and another stream captures while the next calls are made.
-    ByDestructorInCapture,
+    DestructorInCapture,
     /// No event can be recorded.
-    ByFault,
+    Fault,
 }
 
 impl Postponed {
-    const ALL: [Self; 4] = [Self::ByDestructor, Self::ByCapture, Self::ByDestructorInCapture, Self::ByFault];
+    const ALL: [Self; 4] = [Self::Destructor, Self::Capture, Self::DestructorInCapture, Self::Fault];
 }
 
 fn begin_capture(gpu: &Gpu, allocator: &dyn DeviceAllocator, stream: StreamId) {
@@ -136,18 +136,18 @@ fn program_on(gpu: &Gpu, name: &str, postponed: Postponed) {
     work(gpu, &theirs_block, &foreign);
     theirs_block.record_use(&own).unwrap();
     match postponed {
-        Postponed::ByDestructor => drop((lent, theirs_block)),
-        Postponed::ByCapture => {
+        Postponed::Destructor => drop((lent, theirs_block)),
+        Postponed::Capture => {
             begin_capture(gpu, &*allocator, foreign.id());
             lent.free().unwrap();
             theirs_block.free().unwrap();
             end_capture(gpu, &*allocator, foreign.id());
         }
-        Postponed::ByDestructorInCapture => {
+        Postponed::DestructorInCapture => {
             begin_capture(gpu, &*allocator, captured.id());
             drop((lent, theirs_block));
         }
-        Postponed::ByFault => {
+        Postponed::Fault => {
             gpu.fail_events();
             // They are freed all the same.
             let _ = (lent.free(), theirs_block.free());
@@ -164,7 +164,7 @@ fn program_on(gpu: &Gpu, name: &str, postponed: Postponed) {
         block.free().unwrap();
         other.free().unwrap();
     }
-    if let Postponed::ByDestructorInCapture = postponed {
+    if let Postponed::DestructorInCapture = postponed {
         end_capture(gpu, &*allocator, captured.id());
     }
     gpu.expect_no_hazards(&what);
@@ -217,7 +217,7 @@ fn a_driver_without_events_of_contexts_waits() {
         let gpu = Gpu::new();
         let plan = FaultPlan::new().fail_fraction(&[Call::EventRecordContext], 1.0, 0, ErrorCode::NotSupported);
         gpu.faulty.set_plan(plan);
-        program_on(&gpu, name, Postponed::ByDestructor);
+        program_on(&gpu, name, Postponed::Destructor);
     }
 }
 
