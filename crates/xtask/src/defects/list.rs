@@ -3,7 +3,8 @@
 
 /// The name of a defect; a test binary of `warpool` or `warpool-soak` with a filter of the names of its tests; a
 /// campaign of `soak` and how many of its first programs with seed 0 have one that catches the defect. Programs of the
-/// campaign `threads` differ from run to run, so it has no number; only long runs show its defects.
+/// campaign `threads` differ from run to run, so it has no number; only long runs show its defects. Two defects of
+/// `pages` have none either: its first 1,000 programs do not show them, so only their tests are known to.
 ///
 /// Which program catches a defect changes with every change of placement. The numbers leave room for that.
 pub const CAUGHT_BY: &[(&str, &str, &str)] = &[
@@ -63,10 +64,10 @@ pub const CAUGHT_BY: &[(&str, &str, &str)] = &[
     ("WhileRunsOnce", "graph conditional::a_while", "replays:50"),
     ("ShortageDoesNotWait", "warpool paged::tests::shortage", "pages:100"),
     ("PostponedFenceNamesStream", "uncached gone_streams::a_postponed_fence", "streams:50"),
-    ("ShortageCountsCallsFirst", "warpool paged::tests::shortage", "pages:1000"),
+    ("ShortageCountsCallsFirst", "warpool paged::tests::shortage", "pages"),
     ("ShortageKeepsPageSize", "warpool paged::tests::shortage", "pages:1000"),
     ("ShortageKeepsOldMappings", "warpool paged::tests::shortage", "pages:1000"),
-    ("ShortageLeavesPools", "warpool paged::tests::shortage", "pages:1000"),
+    ("ShortageLeavesPools", "warpool paged::tests::shortage", "pages"),
     ("GateForgetsAllocators", "uncached racing_captures", "threads"),
     ("ImpossibleWindow", "warpool paged::tests::shortage", "pages:200"),
 ];
