@@ -212,28 +212,44 @@ def _patch_tensors(patches: Patches, recorder: Any) -> None:
         if block is not None:
             recorder.log.use(block, stream.stream_id)
 
-    def numpy(tensor: Any, **_: Any) -> Any:
+    def read(tensor: Any) -> torch.Tensor:
+        """The elements of a tensor that are read: the values, or what is assumed, once for all elements."""
         known = values.of(tensor)
         if known is None:
             if not tensor.dtype.is_floating_point:
                 raise assumptions.missing("the elements of a tensor are read")
-            assumptions.item(tensor)
-            known = torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
-        return known.numpy()
-
-    def tolist(tensor: Any) -> Any:
-        known = values.of(tensor)
-        if known is None:
-            if not tensor.dtype.is_floating_point:
-                raise assumptions.missing("the elements of a tensor are read")
-            value = assumptions.item(tensor)
-            known = torch.full(tuple(tensor.shape), value, dtype=tensor.dtype)
-        elif tensor.fake_device.type == "cuda":
-            recorder.log.synchronize()
+            one = torch.tensor(assumptions.item(tensor), dtype=tensor.dtype)
+            return one.expand(tuple(tensor.shape))
         taint = values.taint(tensor)
         if taint is not None:
             assumptions.add(taint)
-        return known.tolist()
+        return known
+
+    def numpy(tensor: Any, **_: Any) -> Any:
+        found = read(tensor).numpy()
+        # The program may write to it; of more than this it has a view of one element.
+        return found.copy() if 0 in found.strides and found.nbytes <= 64 << 20 else found
+
+    def tolist(tensor: Any) -> Any:
+        if tensor.fake_device.type == "cuda":
+            recorder.log.synchronize()
+        return read(tensor).tolist()
+
+    def shown(tensor: Any, **_: Any) -> str:
+        """What is printed: the values, or that there are none. PyTorch's own way would compute with them."""
+        known = None if tensor.is_sparse else values.of(tensor)
+        parts = ["..." if known is None else repr(known.detach())[7:-1]]
+        if known is None:
+            parts.append(f"size={tuple(tensor.shape)}, dtype={tensor.dtype}")
+        parts.append(f"device='{tensor.fake_device}'")
+        if tensor.grad_fn is not None:
+            parts.append(f"grad_fn=<{tensor.grad_fn.name()}>")
+        elif tensor.requires_grad:
+            parts.append("requires_grad=True")
+        if tensor.fake_device.type == "cuda":
+            recorder.log.synchronize()
+        text = f"tensor({', '.join(parts)})"
+        return f"Parameter containing:\n{text}" if getattr(tensor, "_is_param", False) else text
 
     def deepcopy(tensor: Any, memo: Dict[int, Any]) -> Any:
         if id(tensor) in memo:
@@ -293,6 +309,7 @@ def _patch_tensors(patches: Patches, recorder: Any) -> None:
     patches.set(FakeTensor, "tolist", tolist)
     patches.set(FakeTensor, "__deepcopy__", deepcopy)
     patches.set(FakeTensor, "__format__", text_of)
+    patches.set(FakeTensor, "__repr__", shown)
     patches.set(FakeTensor, "data_ptr", data_ptr)
     patches.set(torch.Tensor, "cuda", cuda)
     patches.set(torch.Tensor, "pin_memory", pin_memory)

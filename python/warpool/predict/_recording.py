@@ -24,6 +24,9 @@ from ._report import Report
 # What is answered beside the settings that were asked for.
 SETTINGS = ("", "expandable_segments:True", "backend:paged")
 
+# A program that allocates more on one device looks for where memory runs out, or is wrong.
+_ENDLESS = 4 << 40
+
 _active: List["Run"] = []
 
 
@@ -68,6 +71,8 @@ class Run:
         self.error: Optional[_assume.PredictionError] = None
         if out_of_memory == "raise":
             self.log.most, self.log.full = card.bytes - _outside.CONTEXT_BYTES - _outside.KERNELS, self._full
+        else:
+            self.log.most, self.log.full = _ENDLESS, self._endless
         self._report: Optional[Report] = None
 
     @property
@@ -87,6 +92,14 @@ class Run:
         # The error itself is not kept: its traceback would hold tensors.
         error.of_prediction = True
         return error
+
+    def _endless(self, size: int, device: int) -> BaseException:
+        line = self.recorder.assumptions.given()[1]
+        return _assume.PredictionError(
+            f"{line}: {_text(size)} were requested when {_text(self.log.allocated.get(device, 0))} were allocated, "
+            "more than any GPU has. If the program goes on until memory runs out, such as to find its largest batch, "
+            'give --oom raise (out_of_memory="raise" in Python)'
+        )
 
     def _failed(self, error: "_assume.PredictionError") -> None:
         if self.error is None:
