@@ -263,13 +263,15 @@ def functions(recorder: Any, card: _cards.Card, devices: int) -> Dict[str, Any]:
     class Graph:
         def __init__(self, *_: Any, **__: Any) -> None:
             raise recorder.assumptions_error(
-                "CUDA graphs are not predicted: run the program without them; what they capture has pools of its own"
+                f"{recorder.assumptions.given()[1]}: CUDA graphs are not predicted: run the program without them; what "
+                "they capture has pools of its own"
             )
 
     class MemPool:
         def __init__(self, *_: Any, **__: Any) -> None:
             raise recorder.assumptions_error(
-                "torch.cuda.MemPool is not predicted: run the program without it; a pool has segments of its own"
+                f"{recorder.assumptions.given()[1]}: torch.cuda.MemPool is not predicted: run the program without it; "
+                "a pool has segments of its own"
             )
 
     found: Dict[str, Any] = {

@@ -241,7 +241,8 @@ def _patch_tensors(patches: Patches, recorder: Any) -> None:
         parts = ["..." if known is None else repr(known.detach())[7:-1]]
         if known is None:
             parts.append(f"size={tuple(tensor.shape)}, dtype={tensor.dtype}")
-        parts.append(f"device='{tensor.fake_device}'")
+        if tensor.fake_device.type == "cuda":
+            parts.append(f"device='{tensor.fake_device}'")
         if tensor.grad_fn is not None:
             parts.append(f"grad_fn=<{tensor.grad_fn.name()}>")
         elif tensor.requires_grad:
@@ -430,7 +431,14 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         recorder.resized(storage, int(size))
         return result
 
+    data_ptr = torch.UntypedStorage.data_ptr
+
+    def storage_data_ptr(storage: Any) -> int:
+        """Distinct for each storage: what is saved is compared by it."""
+        return storage._cdata << 8 if storage.device.type == "meta" else data_ptr(storage)
+
     patches.set(torch.UntypedStorage, "resize_", resize_storage)
+    patches.set(torch.UntypedStorage, "data_ptr", storage_data_ptr)
     if torch.distributed.is_available():
         # It compares the shapes of parameters among ranks, by their values.
         distributed = importlib.import_module("torch.nn.parallel.distributed")
@@ -440,7 +448,7 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         patches.set(torch.distributed, "Logger", _ddp.Logger)
         patches.set(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)
 
-    save, load = _saved.functions(recorder, torch.load)
+    _saved.patch(patches, recorder)
 
     def compile(model: Any = None, **options: Any) -> Any:
         recorder.remarks.add(
@@ -448,8 +456,6 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         )
         return (lambda function: function) if model is None else model
 
-    patches.set(torch, "save", save)
-    patches.set(torch, "load", load)
     for name in (
         "sparse_coo_tensor",
         "sparse_csr_tensor",

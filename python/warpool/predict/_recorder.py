@@ -370,6 +370,7 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         death = _Death(storage, self._died)
         death.key = key
+        death.block = None
         death.block = self.log.alloc(size, device, self.stream(device), stack) if size else None
         self.live[key] = death
 

@@ -1,6 +1,7 @@
 """`recording`: the context in which a program is predicted, and what it gives."""
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ from .._inputs import size_option
 from . import _assume, _cards, _distributed, _outside, _patches, _recorder
 from ._log import Log
 from ._report import Report
+from ._sweep import Sweep
 
 # What is answered beside the settings that were asked for.
 SETTINGS = ("", "expandable_segments:True", "backend:paged")
@@ -271,6 +273,42 @@ def check(
             f"{_text(over)} more than the budget of {_text(most)}\n\n{report}"
         )
     return report
+
+
+def sweep(
+    function: Callable[..., Any],
+    *args: Any,
+    gpu: Optional[str] = None,
+    settings: Union[str, Sequence[str], None] = None,
+    steps: Optional[int] = None,
+    **values: Any,
+) -> Sweep:
+    """Runs a function under a prediction for several values of one of its arguments.
+
+    >>> found = warpool.predict.sweep(train, batch=[8, 16, 32, 64], steps=2)
+    >>> print(found)
+    >>> found.largest("rtx4090")
+    32
+
+    Args:
+        function: Called with `args`, and one keyword argument, of which each value is tried.
+        gpu, settings, steps: As for `recording`.
+        values: The keyword argument with its values, from the smallest to the largest.
+
+    Raises:
+        TypeError: There is not one keyword argument.
+    """
+    if len(values) != 1:
+        raise TypeError("sweep needs one keyword argument with its values, such as batch=[8, 16, 32]")
+    ((name, every),) = values.items()
+    reports = {}
+    for value in every:
+        with recording(gpu=gpu, settings=settings, steps=steps) as run:
+            function(*args, **{name: value})
+        reports[value] = run.report
+        # What is left in cycles is not the next one's.
+        gc.collect()
+    return Sweep(name, reports)
 
 
 def _text(size: int) -> str:
