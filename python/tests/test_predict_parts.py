@@ -13,7 +13,7 @@ from typing import Any, Dict, List
 import warpool
 from warpool import _library
 from warpool._library import Input
-from warpool.predict import _cards, _command, _log, _plot
+from warpool.predict import _cards, _command, _log, _plot, _sweep
 
 GIB = 1 << 30
 
@@ -149,7 +149,7 @@ class Command(unittest.TestCase):
         reports = [(str(at), {**row, "gpu_name": "x"}) for at, row in enumerate(rows)]
         picture = _plot.svg("batch", reports)
         self.assertEqual((picture.count("<circle"), picture.count("<polyline")), (4, 2))
-        lines = "\n".join(_command.sweep_lines("batch", [(name, {**row, "fits": True}) for name, row in reports]))
+        lines = "\n".join(_sweep.sweep_lines("batch", [(name, {**row, "fits": True}) for name, row in reports]))
         self.assertIn("The last batch of the sweep that fits", lines)
 
     @unittest.skipIf(importlib.util.find_spec("torch"), "PyTorch is installed")

@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any, List
 
 if TYPE_CHECKING:
     from ._assume import PredictionError, assume
-    from ._recording import Run, check, recording
+    from ._recording import Run, check, recording, sweep
     from ._report import Report
+    from ._sweep import Sweep
 
-__all__ = ["PredictionError", "Report", "Run", "assume", "check", "recording"]
+__all__ = ["PredictionError", "Report", "Run", "Sweep", "assume", "check", "recording", "sweep"]
 
 _MODULES = {
     "_assume": ("PredictionError", "assume"),
-    "_recording": ("Run", "check", "recording"),
+    "_recording": ("Run", "check", "recording", "sweep"),
     "_report": ("Report",),
+    "_sweep": ("Sweep",),
 }
 
 
@@ -35,7 +37,7 @@ def __getattr__(name: str) -> Any:
 
     for module, names in _MODULES.items():
         if name in names:
-            if module != "_report":
+            if module not in ("_report", "_sweep"):
                 _expect_torch()
             return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

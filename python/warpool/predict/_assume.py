@@ -123,6 +123,13 @@ class Assumptions:
         what = "a truth value" if tensor.dtype == torch.bool else "an integer"
         raise self.missing(f"{what} is read from a CUDA tensor")
 
+    def same(self, what: str) -> bool:
+        """Whether floats without values are the same as others."""
+        rule, line = self.given()
+        value = True if rule is None else bool(rule.value)
+        self.add(f"{what}() at {line} is {value}" + ("" if rule is None else ", as given"))
+        return value
+
     def truth(self, what: str) -> bool:
         rule, line = self.given()
         if rule is None:

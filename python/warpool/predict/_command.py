@@ -279,6 +279,8 @@ def _sweep(chosen: Any, arguments: List[str]) -> int:
     """One process for each value: a script may be run once in a process."""
     import subprocess
 
+    from ._sweep import sweep_lines
+
     name, separator, values = chosen.sweep.partition("=")
     if not separator or not values:
         raise Error(f"--sweep {chosen.sweep}: write NAME=V1,V2,…, such as batch=8,16,32")
@@ -341,32 +343,3 @@ def replaced(arguments: List[str], name: str, value: str) -> List[str]:
         else:
             result.append(argument)
     return result if found else [*result, f"--{name}", value]
-
-
-def sweep_lines(name: str, reports: List[Tuple[str, Dict[str, Any]]]) -> List[str]:
-    """The largest value that fits on each card, and what each value needs."""
-    from ._report import size_text, table
-
-    settings = reports[0][1]["settings"]
-    rows = [[name, *(f"{row['settings'] or 'native'}" for row in settings), reports[0][1]["gpu_name"]]]
-    for value, report in reports:
-        rows.append(
-            [
-                value,
-                *(size_text(row["smallest_device_bytes"]) for row in report["settings"]),
-                "fits" if report["fits"] else "does not fit",
-            ]
-        )
-    lines = table("Memory of the smallest device, by settings", rows)
-    rows = [["memory", *(row["settings"] or "native" for row in settings), "cards"]]
-    groups: Dict[Any, List[str]] = {}
-    for number, card in enumerate(reports[0][1]["cards"]):
-        largest = []
-        for at in range(len(settings)):
-            fitting = [value for value, report in reports if report["cards"][number]["fits"][at]]
-            largest.append(fitting[-1] if fitting else "none")
-        groups.setdefault((round(card["bytes"] / 2**30), tuple(largest)), []).append(card["name"])
-    for (size, largest_of), names in sorted(groups.items(), key=lambda each: each[0][0]):
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        rows.append([f"{size} GiB", *largest_of, shown])
-    return lines + table(f"The last {name} of the sweep that fits", rows)

@@ -209,10 +209,10 @@ def functions(recorder: Any, card: _cards.Card, devices: int) -> Dict[str, Any]:
 
     def reserved(device: Any = None) -> int:
         # Segments are known when the log is placed; large ones are multiples of 2 MiB.
-        return -(-allocated(device) // (2 << 20)) * (2 << 20)
+        return -(-log.cached.get(index(device), 0) // (2 << 20)) * (2 << 20)
 
     def peak_reserved(device: Any = None) -> int:
-        return -(-peak(device) // (2 << 20)) * (2 << 20)
+        return max(-(-peak(device) // (2 << 20)) * (2 << 20), reserved(device))
 
     def free_and_total(device: Any = None) -> Any:
         return max(card.bytes - recorder.outside.bytes - reserved(device), 0), card.bytes
@@ -263,13 +263,15 @@ def functions(recorder: Any, card: _cards.Card, devices: int) -> Dict[str, Any]:
     class Graph:
         def __init__(self, *_: Any, **__: Any) -> None:
             raise recorder.assumptions_error(
-                "CUDA graphs are not predicted: run the program without them; what they capture has pools of its own"
+                f"{recorder.assumptions.given()[1]}: CUDA graphs are not predicted: run the program without them; what "
+                "they capture has pools of its own"
             )
 
     class MemPool:
         def __init__(self, *_: Any, **__: Any) -> None:
             raise recorder.assumptions_error(
-                "torch.cuda.MemPool is not predicted: run the program without it; a pool has segments of its own"
+                f"{recorder.assumptions.given()[1]}: torch.cuda.MemPool is not predicted: run the program without it; "
+                "a pool has segments of its own"
             )
 
     found: Dict[str, Any] = {

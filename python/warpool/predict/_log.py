@@ -42,6 +42,8 @@ class Log:
         self.allocated: Dict[int, int] = {}
         self.peak: Dict[int, int] = {}
         self.requested: Dict[int, int] = {}
+        # The most that was allocated since the cache was emptied: about what is reserved.
+        self.cached: Dict[int, int] = {}
         self.streams = 1
         self._in_use: Deque[Tuple[int, Block]] = deque()
         self.waits_for_streams = 0
@@ -67,6 +69,8 @@ class Log:
         self.requested[device] = self.requested.get(device, 0) + size
         if allocated > self.peak.get(device, 0):
             self.peak[device] = allocated
+        if allocated > self.cached.get(device, 0):
+            self.cached[device] = allocated
         return block
 
     def end_refused(self) -> None:
@@ -113,6 +117,7 @@ class Log:
 
     def empty_cache(self, device: int) -> None:
         self.synchronize()
+        self.cached[device] = self.allocated.get(device, 0)
         self._event(EMPTY_CACHE, device, 0)
 
     def limit(self, device: int, fraction: float) -> None:

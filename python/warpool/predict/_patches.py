@@ -212,28 +212,45 @@ def _patch_tensors(patches: Patches, recorder: Any) -> None:
         if block is not None:
             recorder.log.use(block, stream.stream_id)
 
-    def numpy(tensor: Any, **_: Any) -> Any:
+    def read(tensor: Any) -> torch.Tensor:
+        """The elements of a tensor that are read: the values, or what is assumed, once for all elements."""
         known = values.of(tensor)
         if known is None:
             if not tensor.dtype.is_floating_point:
                 raise assumptions.missing("the elements of a tensor are read")
-            assumptions.item(tensor)
-            known = torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
-        return known.numpy()
-
-    def tolist(tensor: Any) -> Any:
-        known = values.of(tensor)
-        if known is None:
-            if not tensor.dtype.is_floating_point:
-                raise assumptions.missing("the elements of a tensor are read")
-            value = assumptions.item(tensor)
-            known = torch.full(tuple(tensor.shape), value, dtype=tensor.dtype)
-        elif tensor.fake_device.type == "cuda":
-            recorder.log.synchronize()
+            one = torch.tensor(assumptions.item(tensor), dtype=tensor.dtype)
+            return one.expand(tuple(tensor.shape))
         taint = values.taint(tensor)
         if taint is not None:
             assumptions.add(taint)
-        return known.tolist()
+        return known
+
+    def numpy(tensor: Any, **_: Any) -> Any:
+        found = read(tensor).numpy()
+        # The program may write to it; of more than this it has a view of one element.
+        return found.copy() if 0 in found.strides and found.nbytes <= 64 << 20 else found
+
+    def tolist(tensor: Any) -> Any:
+        if tensor.fake_device.type == "cuda":
+            recorder.log.synchronize()
+        return read(tensor).tolist()
+
+    def shown(tensor: Any, **_: Any) -> str:
+        """What is printed: the values, or that there are none. PyTorch's own way would compute with them."""
+        known = None if tensor.is_sparse else values.of(tensor)
+        parts = ["..." if known is None else repr(known.detach())[7:-1]]
+        if known is None:
+            parts.append(f"size={tuple(tensor.shape)}, dtype={tensor.dtype}")
+        if tensor.fake_device.type == "cuda":
+            parts.append(f"device='{tensor.fake_device}'")
+        if tensor.grad_fn is not None:
+            parts.append(f"grad_fn=<{tensor.grad_fn.name()}>")
+        elif tensor.requires_grad:
+            parts.append("requires_grad=True")
+        if tensor.fake_device.type == "cuda":
+            recorder.log.synchronize()
+        text = f"tensor({', '.join(parts)})"
+        return f"Parameter containing:\n{text}" if getattr(tensor, "_is_param", False) else text
 
     def deepcopy(tensor: Any, memo: Dict[int, Any]) -> Any:
         if id(tensor) in memo:
@@ -293,6 +310,7 @@ def _patch_tensors(patches: Patches, recorder: Any) -> None:
     patches.set(FakeTensor, "tolist", tolist)
     patches.set(FakeTensor, "__deepcopy__", deepcopy)
     patches.set(FakeTensor, "__format__", text_of)
+    patches.set(FakeTensor, "__repr__", shown)
     patches.set(FakeTensor, "data_ptr", data_ptr)
     patches.set(torch.Tensor, "cuda", cuda)
     patches.set(torch.Tensor, "pin_memory", pin_memory)
@@ -413,7 +431,14 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         recorder.resized(storage, int(size))
         return result
 
+    data_ptr = torch.UntypedStorage.data_ptr
+
+    def storage_data_ptr(storage: Any) -> int:
+        """Distinct for each storage: what is saved is compared by it."""
+        return storage._cdata << 8 if storage.device.type == "meta" else data_ptr(storage)
+
     patches.set(torch.UntypedStorage, "resize_", resize_storage)
+    patches.set(torch.UntypedStorage, "data_ptr", storage_data_ptr)
     if torch.distributed.is_available():
         # It compares the shapes of parameters among ranks, by their values.
         distributed = importlib.import_module("torch.nn.parallel.distributed")
@@ -423,7 +448,7 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         patches.set(torch.distributed, "Logger", _ddp.Logger)
         patches.set(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)
 
-    save, load = _saved.functions(recorder, torch.load)
+    _saved.patch(patches, recorder)
 
     def compile(model: Any = None, **options: Any) -> Any:
         recorder.remarks.add(
@@ -431,8 +456,6 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         )
         return (lambda function: function) if model is None else model
 
-    patches.set(torch, "save", save)
-    patches.set(torch, "load", load)
     for name in (
         "sparse_coo_tensor",
         "sparse_csr_tensor",

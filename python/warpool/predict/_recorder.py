@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _assume, _outside, _values, operators
+from . import _assume, _outside, _values, calls, operators
 from ._shapes import Shapes
 from ._log import Block, Log
 from ._recurrent import SHAPES
@@ -92,9 +92,7 @@ class _Kind:
         )
         self.changes = bool(self.written)
         # Seen here only in inference mode; elsewhere autograd has taken it apart before.
-        self.composite = func._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), "CompositeImplicitAutograd"
-        )
+        self.composite = calls.is_composite(func)
         self.factory = self.name in _FACTORIES
         self.views = not self.changes and (
             self.name in _VIEWS or any(value.alias_info is not None for value in schema.returns)
@@ -372,6 +370,7 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         death = _Death(storage, self._died)
         death.key = key
+        death.block = None
         death.block = self.log.alloc(size, device, self.stream(device), stack) if size else None
         self.live[key] = death
 
@@ -612,8 +611,10 @@ def _special_operators(recorder: Recorder) -> Dict[str, Callable[..., Any]]:
     def equal(func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
         log.synchronize()
         known = [values.of(each) for each in args[:2]]
-        if None not in known:
-            return func(*known)
+        if not any(each is None for each in known):
+            return func(*known, *args[2:], **kwargs)
+        if args[0].dtype.is_floating_point:
+            return assumptions.same(kind.name)
         return assumptions.truth(f"{kind.name}()")
 
     def uses_cudnn_for_ctc(func: Any, kind: _Kind, args: Any, kwargs: Any) -> Any:
@@ -683,6 +684,7 @@ def _special_operators(recorder: Recorder) -> Dict[str, Callable[..., Any]]:
         "index": index,
         "record_stream": record_stream,
         "equal": equal,
+        "allclose": equal,
     }
     for name in _assume.DATA_DEPENDENT:
         special[name] = data_dependent

@@ -1,6 +1,7 @@
 """`recording`: the context in which a program is predicted, and what it gives."""
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -20,9 +21,13 @@ from .._inputs import size_option
 from . import _assume, _cards, _distributed, _outside, _patches, _recorder
 from ._log import Log
 from ._report import Report
+from ._sweep import Sweep
 
 # What is answered beside the settings that were asked for.
 SETTINGS = ("", "expandable_segments:True", "backend:paged")
+
+# A program that allocates more on one device looks for where memory runs out, or is wrong.
+_ENDLESS = 4 << 40
 
 _active: List["Run"] = []
 
@@ -68,6 +73,8 @@ class Run:
         self.error: Optional[_assume.PredictionError] = None
         if out_of_memory == "raise":
             self.log.most, self.log.full = card.bytes - _outside.CONTEXT_BYTES - _outside.KERNELS, self._full
+        else:
+            self.log.most, self.log.full = _ENDLESS, self._endless
         self._report: Optional[Report] = None
 
     @property
@@ -87,6 +94,14 @@ class Run:
         # The error itself is not kept: its traceback would hold tensors.
         error.of_prediction = True
         return error
+
+    def _endless(self, size: int, device: int) -> BaseException:
+        line = self.recorder.assumptions.given()[1]
+        return _assume.PredictionError(
+            f"{line}: {_text(size)} were requested when {_text(self.log.allocated.get(device, 0))} were allocated, "
+            "more than any GPU has. If the program goes on until memory runs out, such as to find its largest batch, "
+            'give --oom raise (out_of_memory="raise" in Python)'
+        )
 
     def _failed(self, error: "_assume.PredictionError") -> None:
         if self.error is None:
@@ -258,6 +273,42 @@ def check(
             f"{_text(over)} more than the budget of {_text(most)}\n\n{report}"
         )
     return report
+
+
+def sweep(
+    function: Callable[..., Any],
+    *args: Any,
+    gpu: Optional[str] = None,
+    settings: Union[str, Sequence[str], None] = None,
+    steps: Optional[int] = None,
+    **values: Any,
+) -> Sweep:
+    """Runs a function under a prediction for several values of one of its arguments.
+
+    >>> found = warpool.predict.sweep(train, batch=[8, 16, 32, 64], steps=2)
+    >>> print(found)
+    >>> found.largest("rtx4090")
+    32
+
+    Args:
+        function: Called with `args`, and one keyword argument, of which each value is tried.
+        gpu, settings, steps: As for `recording`.
+        values: The keyword argument with its values, from the smallest to the largest.
+
+    Raises:
+        TypeError: There is not one keyword argument.
+    """
+    if len(values) != 1:
+        raise TypeError("sweep needs one keyword argument with its values, such as batch=[8, 16, 32]")
+    ((name, every),) = values.items()
+    reports = {}
+    for value in every:
+        with recording(gpu=gpu, settings=settings, steps=steps) as run:
+            function(*args, **{name: value})
+        reports[value] = run.report
+        # What is left in cycles is not the next one's.
+        gc.collect()
+    return Sweep(name, reports)
 
 
 def _text(size: int) -> str:

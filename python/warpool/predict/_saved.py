@@ -1,4 +1,5 @@
-"""`torch.save` and `torch.load` of what is saved in a prediction: its structure is kept, tensors without their memory.
+"""`torch.save`, `torch.load` and safetensors, of what is saved in a prediction: its structure is kept, and its tensors
+without their memory.
 
 Nothing is written to a path; a file that is open gets a short mark.
 """
@@ -34,9 +35,94 @@ class _File(NamedTuple):
     tensors: List[_Saved]
 
 
-def functions(recorder: Any, original: Any) -> Any:
-    """`save` and `load`."""
+def patch(patches: Any, recorder: Any) -> None:
+    """Replaces the functions; `patches.undo()` puts them back."""
     paths: Dict[str, _File] = {}
+    save, load = _functions(recorder, paths, torch.load)
+    patches.set(torch, "save", save)
+    patches.set(torch, "load", load)
+    try:
+        import safetensors.torch as module
+    except ImportError:
+        return
+
+    # Programs import `save_file` by name: what it calls is replaced.
+    def flattened(original: Any) -> Any:
+        def flatten(tensors: Any, *rest: Any) -> Any:
+            if any(isinstance(each, FakeTensor) for each in tensors.values()):
+                return _Flat(dict(tensors))
+            return original(tensors, *rest)
+
+        return flatten
+
+    def written(original: Any) -> Any:
+        def serialize_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
+            if not isinstance(tensors, _Flat):
+                return original(tensors, filename, metadata=metadata)
+            save(tensors.tensors, filename)
+            return None
+
+        return serialize_file
+
+    def serialized(original: Any) -> Any:
+        def serialize(tensors: Any, metadata: Any = None) -> bytes:
+            if not isinstance(tensors, _Flat):
+                return original(tensors, metadata=metadata)
+            written = io.BytesIO()
+            save(tensors.tensors, written)
+            return written.getvalue()
+
+        return serialize
+
+    def opened(original: Any) -> Any:
+        def safe_open(filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+            if os.path.realpath(filename) not in paths:
+                return original(filename, framework=framework, device=device, **options)
+            return _Opened(load(filename, map_location=device))
+
+        return safe_open
+
+    for name, wrap in (
+        ("_flatten", flattened),
+        ("_flatten_as_ptr", flattened),
+        ("serialize_file", written),
+        ("serialize", serialized),
+        ("safe_open", opened),
+    ):
+        if hasattr(module, name):
+            patches.set(module, name, wrap(getattr(module, name)))
+
+
+class _Flat(NamedTuple):
+    """Tensors on their way into a file of safetensors."""
+
+    tensors: Dict[str, Any]
+
+
+class _Opened:
+    """A file of safetensors that was saved in this prediction."""
+
+    def __init__(self, tensors: Dict[str, Any]) -> None:
+        self._tensors = tensors
+        self.keys = self.offset_keys = lambda: list(tensors)
+        self.metadata = dict
+
+    def get_tensors(self) -> Dict[str, Any]:
+        """Its tensors."""
+        return self._tensors
+
+    def get_tensor(self, name: str) -> Any:
+        """One of its tensors."""
+        return self._tensors[name]
+
+    def __enter__(self) -> "_Opened":
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+def _functions(recorder: Any, paths: Dict[str, _File], original: Any) -> Any:
+    """`torch.save` and `torch.load`."""
     numbered: List[_File] = []
 
     def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
@@ -54,7 +140,7 @@ def functions(recorder: Any, original: Any) -> Any:
         file = _File(written.getvalue(), tensors)
         if isinstance(f, (str, os.PathLike)):
             paths[os.path.realpath(f)] = file
-            recorder.remarks.add("torch.save wrote nothing; torch.load in the same run gives back what was saved")
+            recorder.remarks.add("what was saved was not written; loaded in the same run, it is what was saved")
         else:
             numbered.append(file)
             f.write(_MARK + b"%d\n" % (len(numbered) - 1))

@@ -16,6 +16,18 @@ BYTES = {
 }
 
 
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others on a GPU. One with a kernel of its own is not, as silu_backward."""
+    import torch
+
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    if not func._can_decompose() or not has_kernel(name, "CompositeImplicitAutograd"):
+        return False
+    # Builds without CUDA have no kernels for it.
+    return not has_kernel(name, "CUDA") and not has_kernel(name, "CPU") and name != "aten::_fused_rms_norm"
+
+
 class Array(NamedTuple):
     """A tensor's metadata."""
 

@@ -119,7 +119,8 @@ class _Iterator:
             yield self
             return
         extents = [max((size - 1) * of[place] for of in self.strides) for place, size in enumerate(self.shape)]
-        place = max(range(len(extents)), key=lambda it: (extents[it], it))
+        divisible = [it for it, size in enumerate(self.shape) if size > 1]
+        place = max(divisible, key=lambda it: (extents[it], it))
         half = self.shape[place] // 2
         for size in (half, self.shape[place] - half):
             shape = [*self.shape[:place], size, *self.shape[place + 1 :]]

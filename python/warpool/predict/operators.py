@@ -104,13 +104,15 @@ class Table:
         return found
 
     def _variant(self, name: str) -> bool:
-        """In place or with `out`, of an operator that asks for its outputs only."""
+        """In place, with `out` or with a generator, of an operator that asks for its outputs only."""
         parts = name.split(".")
         if len(parts) != 3:
             return False
         space, base, overload = parts
         if base.endswith("_"):
             return f"{space}.{base[:-1]}.{overload}" in self.only_outputs
+        if overload.endswith("generator"):
+            return f"{space}.{base}.{overload[:-10] or 'default'}" in self.only_outputs
         return overload == "out" and f"{space}.{base}.default" in self.only_outputs
 
 

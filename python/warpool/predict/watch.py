@@ -81,12 +81,12 @@ class Watch(TorchDispatchMode):
             # A question about a tensor's device, where an exception would end the process; or a worker of a loader.
             return func(*args, **kwargs)
         # Under inference_mode, operators that are made of others arrive here as a whole.
-        if self._composite.get(func, True):
+        composite = self._composite.get(func)
+        if composite is None:
+            composite = self._composite[func] = calls.is_composite(func)
+        if composite:
             with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-            self._composite[func] = False
+                return func.decompose(*args, **kwargs)
         arguments = calls.arguments(func, args, kwargs)
         begin = self._position()
         before = {calls.storage(it): number for number, it in enumerate(calls.flat([args, kwargs]))}
