@@ -262,3 +262,16 @@ fn a_page_is_mapped_at_16_addresses_at_most() {
     script.run(&format!("{}; y=44M", steps.join("; ")));
     assert_eq!(script.paged.page_stats(DEVICE).unwrap().totals.unmapped, 4 + 3 + 2 + 1);
 }
+
+/// What a reader of `docs/design/placement.md` predicted, who knew nothing else.
+#[test]
+fn the_page_alone_predicts_placements() {
+    check("a=3M; b=5M; free a; c=2.5M", "1: [c 2560K][. 512K][b 5M]", [4, 0, 0, 4, 0]);
+    check("a=4M; b=2M; free a; d=8M", "1: [b 2M][d 8M]", [5, 2, 0, 7, 0]);
+    check("a=4M; b=2M; free a; c=4M@2", "1: [b 2M]\n2: [c 4M]", [3, 2, 0, 5, 0]);
+    check("a=500K; b=600K; c=700K; free a; d=500K", "1: [d 500K][b 600K][c 700K][. 248K]", [1, 0, 0, 1, 0]);
+    check("a=4M; x=2M; free a; b=4M@2; free b; c=4M", "1: [c 4M][x 2M]", [3, 4, 2, 5, 0]);
+    check("a=3M; b=3M; c=2M; free b; d=5M", "1: [a 3M][. 1M]_2M_[c 2M][d 5M][. 1M]", [6, 1, 0, 7, 0]);
+    check("a=2M; b=2M; c=2M; d=2M; free a; free c; e=3M", "1: [b 2M]_2M_[d 2M][e 3M][. 1M]", [4, 2, 0, 6, 0]);
+    check("a=6M@2; x=2M; free a; b=3M; c=3M", "1: [x 2M][b 3M][c 3M]", [4, 3, 0, 7, 0]);
+}
