@@ -1,5 +1,5 @@
 //! Memory that sleeps and wakes, with the caching and the paged allocator. Kernels write contents before and check them
-//! after; the driver reports how much memory is free meanwhile. At most 400 MiB of the device are used, except in one
+//! after; the driver reports how much memory is free meanwhile. At most 128 MiB of the device are used, except in one
 //! check that fills it.
 
 use std::sync::Arc;
@@ -155,16 +155,16 @@ fn discarded_contents_are_zero(context: &TestContext) -> CheckResult {
 
 fn the_driver_has_the_memory_meanwhile(context: &TestContext) -> CheckResult {
     on_each(context, |on| {
-        let block = on.block("weights", 128 * MIB)?;
+        let block = on.block("weights", 48 * MIB)?;
         on.write(&block, 7)?;
         on.stream.synchronize()?;
         let before = on.bytes_free()?;
         let report = on.tags.sleep(&["weights"], Keep::Host)?;
         let asleep = on.bytes_free()?;
-        expect_eq("bytes that the driver got", report.bytes_device, 128 * MIB)?;
+        expect_eq("bytes that the driver got", report.bytes_device, 48 * MIB)?;
         // Others may use the device at the same time; on the simulated one nobody does.
         let gained = asleep.saturating_sub(before);
-        expect(gained > 112 * MIB, &format!("the driver has {gained} bytes more while they sleep"))?;
+        expect(gained > 32 * MIB, &format!("the driver has {gained} bytes more while they sleep"))?;
         on.tags.wake(&["weights"])?;
         on.expect("the block", &block, 7)
     })
@@ -172,11 +172,11 @@ fn the_driver_has_the_memory_meanwhile(context: &TestContext) -> CheckResult {
 
 fn other_memory_takes_its_place_meanwhile(context: &TestContext) -> CheckResult {
     on_each(context, |on| {
-        let block = on.block("weights", 64 * MIB)?;
+        let block = on.block("weights", 16 * MIB)?;
         on.write(&block, 7)?;
         on.tags.sleep(&["weights"], Keep::Host)?;
         for round in 0..3 {
-            let other = on.allocator.allocate(80 * MIB, &on.stream)?;
+            let other = on.allocator.allocate(20 * MIB, &on.stream)?;
             expect(other.ptr() != block.ptr(), "addresses of what sleeps are not given away")?;
             on.write(&other, 1000 * round)?;
             on.expect("the other block", &other, 1000 * round)?;
@@ -189,13 +189,13 @@ fn other_memory_takes_its_place_meanwhile(context: &TestContext) -> CheckResult 
 
 fn tags_wake_one_by_one(context: &TestContext) -> CheckResult {
     on_each(context, |on| {
-        let (weights, cache) = (on.block("weights", 48 * MIB)?, on.block("kv", 64 * MIB)?);
+        let (weights, cache) = (on.block("weights", 12 * MIB)?, on.block("kv", 16 * MIB)?);
         on.write(&weights, 1)?;
         on.write(&cache, 2)?;
         on.tags.sleep(&["weights", "kv"], Keep::Host)?;
         on.tags.wake(&["weights"])?;
         on.expect("the weights, while the cache sleeps", &weights, 1)?;
-        expect_eq("reserved bytes", on.reserved()?, 48 * MIB)?;
+        expect_eq("reserved bytes", on.reserved()?, 12 * MIB)?;
         let refused = on.block("kv", MIB);
         expect(
             matches!(refused, Err(CheckError::Failed(ref why)) if why.contains("wake the tag")),
@@ -303,13 +303,13 @@ fn many_rounds_leave_nothing_behind(context: &TestContext) -> CheckResult {
 
 fn a_full_device_is_reported_and_changes_nothing(context: &TestContext) -> CheckResult {
     on_each(context, |on| {
-        let block = on.block("weights", 256 * MIB)?;
+        let block = on.block("weights", 64 * MIB)?;
         on.write(&block, 3)?;
         on.tags.sleep(&["weights"], Keep::Host)?;
         // Another program takes all but a little of the device.
         let mut taken = Vec::new();
         let mut piece = on.bytes_free()?;
-        while on.bytes_free()? > 128 * MIB && piece >= MIB {
+        while on.bytes_free()? > 32 * MIB && piece >= MIB {
             match context.driver.mem_alloc(context.device_id, piece) {
                 Ok(ptr) => taken.push(ptr),
                 Err(_) => piece /= 2,
@@ -322,7 +322,7 @@ fn a_full_device_is_reported_and_changes_nothing(context: &TestContext) -> Check
         match refused {
             Err(Error::Sleep(failure)) => {
                 let text = failure.to_string();
-                expect(text.contains("256.00 MiB of device memory are needed"), &text)?;
+                expect(text.contains("64.00 MiB of device memory are needed"), &text)?;
             }
             other => return Err(CheckError::Failed(format!("waking on a full device: {other:?}"))),
         }
@@ -354,7 +354,7 @@ fn pinned_memory_that_runs_out_changes_nothing(context: &TestContext) -> CheckRe
 
 fn what_is_freed_asleep_stays_freed(context: &TestContext) -> CheckResult {
     on_each(context, |on| {
-        let (kept, freed) = (on.block("kv", 48 * MIB)?, on.block("kv", 80 * MIB)?);
+        let (kept, freed) = (on.block("kv", 12 * MIB)?, on.block("kv", 20 * MIB)?);
         on.write(&kept, 1)?;
         on.write(&freed, 2)?;
         let other: Stream = on.stream.clone();
@@ -365,7 +365,7 @@ fn what_is_freed_asleep_stays_freed(context: &TestContext) -> CheckResult {
         on.expect("the block that was kept", &kept, 1)?;
         on.tags.sleep(&["kv"], Keep::Host)?;
         let info = on.tags.tag(context.device(), "kv")?.info();
-        expect_eq("bytes of addresses", info.bytes, 48 * MIB)?;
+        expect_eq("bytes of addresses", info.bytes, 12 * MIB)?;
         on.tags.wake(&["kv"])?;
         on.expect("the block that was kept, again", &kept, 1)
     })
