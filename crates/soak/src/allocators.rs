@@ -35,8 +35,6 @@ pub struct Subject {
     pub caching: Option<Arc<CachingAllocator>>,
     /// The paged allocator inside, if it is one.
     pub paged: Option<Arc<PagedAllocator>>,
-    /// The size of the largest pages, if it is one.
-    pub page_bytes_max: u64,
     /// The decorator that limits, if there is one.
     pub limited: Option<Arc<Limited>>,
     /// The source of memory of an external allocator.
@@ -56,14 +54,8 @@ impl Subject {
             Allocators::Caching => (0, draw_settings(rng)),
             Allocators::Paged => (8, Settings::default()),
         };
-        let mut subject = Self {
-            allocator: placeholder(machine),
-            caching: None,
-            paged: None,
-            page_bytes_max: 0,
-            limited: None,
-            external: None,
-        };
+        let mut subject =
+            Self { allocator: placeholder(machine), caching: None, paged: None, limited: None, external: None };
         subject.allocator = match kind {
             0..6 => {
                 let caching = Arc::new(CachingAllocator::new(instance, settings.clone()));
@@ -72,9 +64,7 @@ impl Subject {
             }
             6 => Arc::new(DriverPoolAllocator::with_settings(instance, settings.clone())),
             8.. => {
-                let (paged, page_bytes_max) = draw_paged(rng, instance, settings.clone());
-                let paged = Arc::new(paged);
-                subject.page_bytes_max = page_bytes_max;
+                let paged = Arc::new(draw_paged(rng, instance, settings.clone()));
                 subject.paged = Some(paged.clone());
                 paged
             }
@@ -151,18 +141,13 @@ pub fn draw_settings(rng: &mut Rng) -> Settings {
     }
 }
 
-/// A paged allocator which on devices this small has pages of several slots too, and the size of the largest.
-pub fn draw_paged(rng: &mut Rng, instance: &Instance, settings: Settings) -> (PagedAllocator, u64) {
+/// A paged allocator which on devices this small has pages of several slots too.
+pub fn draw_paged(rng: &mut Rng, instance: &Instance, settings: Settings) -> PagedAllocator {
     let paged = PagedAllocator::new(instance, settings).unwrap();
     let pairs_from = rng.pick(&[0, 60 * MIB, u64::MAX]);
     let fours_from = pairs_from.max(rng.pick(&[0, 120 * MIB, u64::MAX]));
     paged.set_page_sizes(pairs_from, fours_from);
-    let slots_max = match (pairs_from, fours_from) {
-        (u64::MAX, _) => 1,
-        (_, u64::MAX) => 2,
-        _ => 4,
-    };
-    (paged, slots_max * 2 * MIB)
+    paged
 }
 
 /// An address that no upstream may return: a block there would wrap around the end of the address space.

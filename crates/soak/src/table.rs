@@ -84,14 +84,6 @@ impl Table {
         DevicePtr(self.live.last_key_value().map_or(0x1000, |(&ptr, entry)| ptr + entry.bytes + (1 << 40)))
     }
 
-    /// How many bytes of pages the allocated blocks and a further one need at most, whatever their places. Of the
-    /// largest pages under a block only the first and the last have room for others.
-    pub fn pages_needed_max(&self, further: u64, page_bytes_max: u64) -> u64 {
-        const SLOT: u64 = 2 << 20;
-        let needed = |bytes: u64| bytes.next_multiple_of(SLOT) + SLOT + 2 * (page_bytes_max - SLOT);
-        self.live.values().map(|entry| needed(entry.bytes)).sum::<u64>() + needed(further)
-    }
-
     pub fn reset_peak(&mut self, device: usize) {
         self.totals[device].peak = self.totals[device].bytes;
     }

@@ -93,7 +93,7 @@ pub fn run(context: &mut Context) {
     let (caching, allocator): (_, Arc<dyn DeviceAllocator>) = if context.rng.one_in(6) {
         (None, Arc::new(DriverPoolAllocator::with_settings(&machine.instance, settings)))
     } else if context.rng.one_in(3) {
-        let made = Arc::new(draw_paged(&mut context.rng, &machine.instance, settings).0);
+        let made = Arc::new(draw_paged(&mut context.rng, &machine.instance, settings));
         paged = Some(made.clone());
         (None, made)
     } else {

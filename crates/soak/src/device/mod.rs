@@ -59,7 +59,6 @@ struct Run<'a> {
     /// Of a small device: the bytes of all pages that it has room for, and of those that may be reserved now.
     capacity_of_pages: u64,
     limit_of_pages: u64,
-    has_had_pools: bool,
 }
 
 /// Runs one program.
@@ -95,7 +94,6 @@ pub fn run(context: &mut Context, mix: Mix) {
         sizes,
         capacity_of_pages: capacity,
         limit_of_pages: capacity,
-        has_had_pools: false,
         held: Vec::new(),
         graphs: Graphs::default(),
         pools: Vec::new(),

@@ -6,10 +6,13 @@ use warpool::driver::DeviceId;
 use warpool::memory::{DeviceAllocator as _, MemPoolId, PagedAllocator, Request};
 
 use super::Run;
+use super::pools::Pool;
 use crate::machine::device_id;
 use crate::rng::Rng;
 
 const MIB: u64 = 1 << 20;
+/// The smallest page.
+const SLOT: u64 = 2 * MIB;
 
 /// The sizes that a program requests.
 pub enum Sizes {
@@ -95,27 +98,30 @@ impl Run<'_> {
         let pool = self.pools[at].id();
         self.context.step(format!("pool {pool} is used before memory runs out: {on}"));
         self.subject.allocator.pools().unwrap().set_use_on_oom(device_id(0), pool, on).unwrap();
+        self.pools[at].set_used_on_oom(on);
     }
 
-    /// A request ran out of memory, without a fault: there was too little, and there is after all free pages were
-    /// returned. Captures and private pools keep pages, and a stream that captures gets none of other heaps.
+    /// A request ran out of memory, without a fault, while free pages of the default pool and of pools that are used
+    /// before memory runs out were its own to take. So nothing of them is left, and the pages that remain are in use or
+    /// of other pools: with the request in slots of their own they are more than the limit. Captures keep pages, and a
+    /// stream that captures gets none of other heaps.
     pub fn expect_shortage(&mut self, request: Request) {
         let Some(paged) = self.subject.paged.clone() else { return };
         if !self.is_of_pages() || !self.capturing.is_empty() {
             return;
         }
-        let counts = &self.context.counts;
-        if !self.has_had_pools && counts.captures + counts.captures_failed == 0 {
-            let needed = self.table.pages_needed_max(request.bytes, self.subject.page_bytes_max);
-            let limit = self.limit_of_pages;
-            assert!(needed > limit, "{needed} bytes of pages would do, and {limit} may be reserved");
-            self.context.made("shortage");
-        }
-        if self.context.rng.one_in(3) {
-            paged.trim(device_id(0), MemPoolId::DEFAULT).unwrap();
+        if self.context.rng.one_in(2) {
+            let pools = self.pools.iter().filter(|pool| pool.is_used_on_oom()).map(Pool::id);
+            for pool in [MemPoolId::DEFAULT].into_iter().chain(pools) {
+                paged.trim(device_id(0), pool).unwrap();
+            }
+            let left = paged.page_stats(device_id(0)).unwrap().reserved_bytes;
+            let (needed, limit) = (request.bytes.next_multiple_of(SLOT), self.limit_of_pages);
+            assert!(left + needed > limit, "{left} bytes are left, {needed} were needed, and {limit} may be reserved");
             let again = paged.allocate_raw(request);
             assert!(again.is_err(), "after all free pages were returned there was memory: {again:?}");
             self.table.out_of_memory(0);
+            self.context.made("shortage");
         }
         for _ in 0..self.context.rng.below(4) {
             self.free();

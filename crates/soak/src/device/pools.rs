@@ -13,11 +13,21 @@ use crate::machine::device_id;
 pub struct Pool {
     device: usize,
     pool: MemPool,
+    is_used_on_oom: bool,
 }
 
 impl Pool {
     pub fn id(&self) -> MemPoolId {
         self.pool.id()
+    }
+
+    /// Whether requests get its memory before they run out.
+    pub fn is_used_on_oom(&self) -> bool {
+        self.is_used_on_oom
+    }
+
+    pub fn set_used_on_oom(&mut self, on: bool) {
+        self.is_used_on_oom = on;
     }
 
     /// Whether it has memory of that device.
@@ -68,9 +78,8 @@ impl Run<'_> {
         let options = PoolOptions { upstream, use_on_oom, no_split };
         let pool = MemPool::new(&self.subject.allocator, &self.machine.device(device), options).unwrap();
         self.context.step(format!("pool {} of device {device}, with an upstream: {with_upstream}", pool.id()));
-        self.has_had_pools = true;
         self.context.made("pool");
-        self.pools.push(Pool { device, pool });
+        self.pools.push(Pool { device, pool, is_used_on_oom: use_on_oom });
     }
 
     pub fn change_scopes(&mut self) {
@@ -92,7 +101,7 @@ impl Run<'_> {
     }
 
     fn open_scope(&mut self, at: usize) -> Result<PoolScope> {
-        let Pool { device, pool } = &self.pools[at];
+        let Pool { device, pool, .. } = &self.pools[at];
         match self.context.rng.below(2) {
             0 => pool.enter(),
             _ => {
