@@ -143,6 +143,7 @@ impl BenchContext {
         let own = (0..threads()).map(|_| make()).collect::<warpool::Result<Vec<_>>>()?;
         self.slowest_of_many(kind, &own, report)?;
         own.iter().try_for_each(|allocator| self.empty_cache(allocator))?;
+        self.longest_of_many(kind, make, report)?;
         for (case, slots) in [
             ("random sizes in 64 slots, per call", 64),
             ("random sizes in 1,024 slots, per call", 1024),
@@ -296,6 +297,43 @@ impl BenchContext {
         let own = if allocators.len() > 1 { "with an allocator each" } else { "on own streams" };
         let case = format!("{kind}pair of 64 KiB, the slowest of {threads} threads {own}");
         report.add(Row { baseline: SLOWEST_ALONE, ..Row::new(case, measurement) })
+    }
+
+    /// The longest pair of many threads on one stream, which is how long a call waits, next to the same threads with a
+    /// mutex around each pair.
+    fn longest_of_many(
+        &self,
+        kind: &str,
+        make: &dyn Fn() -> warpool::Result<SharedAllocator>,
+        report: &mut Report<'_>,
+    ) -> Result<()> {
+        const THREADS: u64 = 32;
+        const LONGEST_ROUNDS: u64 = 9;
+        let (contended, serialized, mutex) = (make()?, make()?, Mutex::new(()));
+        let (request, ops) = (self.request(64 * KIB), (self.round_ops() / THREADS).max(1));
+        let longest = |operation: &(dyn Fn() -> warpool::Result<()> + Sync)| -> warpool::Result<f64> {
+            let run = || -> warpool::Result<Duration> {
+                (0..ops).try_fold(Duration::ZERO, |longest, _| Ok(longest.max(timed(1, operation)?)))
+            };
+            std::thread::scope(|scope| {
+                let running: Vec<_> = (0..THREADS).map(|_| scope.spawn(run)).collect();
+                running.into_iter().try_fold(0.0_f64, |longest, thread| -> warpool::Result<f64> {
+                    let own = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                    Ok(longest.max(ns_each(own, 1)))
+                })
+            })
+        };
+        let with_mutex = || {
+            longest(&|| {
+                let _held = mutex.lock();
+                pair(&*serialized, request)
+            })
+        };
+        let measurement = fastest(LONGEST_ROUNDS, with_mutex, || longest(&|| pair(&*contended, request)))?;
+        let case = format!("{kind}longest pair of 64 KiB, {THREADS} threads on one stream");
+        report.add(Row { baseline: "the same with a mutex around each pair", ..Row::new(case, measurement) })?;
+        self.empty_cache(&contended)?;
+        self.empty_cache(&serialized)
     }
 
     /// The machine's own slowdown for this number of threads that share nothing: two threads on one core are slower
