@@ -1,7 +1,7 @@
 //! `warpool settings`: explains a settings string and lists its problems.
 
 use serde_json::json;
-use warpool::memory::lint;
+use warpool::memory::settings::lint;
 
 use crate::output::{self, Output, Result, Verdict};
 

@@ -1,5 +1,5 @@
 //! C functions of a shared object, written for PyTorch's `CUDAPluggableAllocator`, as a Warpool
-//! [`ExternalAllocator`](warpool::memory::ExternalAllocator).
+//! [`ExternalAllocator`](warpool::memory::external::ExternalAllocator).
 //!
 //! ```no_run
 //! use std::sync::Arc;

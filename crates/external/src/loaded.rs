@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use libloading::Library;
-use warpool::memory::{BaseAllocation, ExternalAllocator, Handled, MemPoolId, RawStream};
+use warpool::memory::MemPoolId;
+use warpool::memory::external::{BaseAllocation, ExternalAllocator, Handled, RawStream};
 use warpool::{Error, Instance, Result};
 use warpool_driver::{DeviceId, DevicePtr, Driver};
 

@@ -13,9 +13,11 @@ use libloading::Library;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Copies, DeviceId, DevicePtr, Devices, Memory, Pattern, Streams};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::external::{BaseAllocation, ExternalAllocator, ExternalUpstream, RawStream};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::report::{HistoryOptions, SnapshotOptions};
 use warpool::memory::{
-    Allocate, BaseAllocation, CachingAllocator, DeviceAllocator, ExternalAllocator, ExternalUpstream, HistoryOptions,
-    MemPool, MemPoolId, OomCause, PluggableAllocator, PoolOptions, RawStream, Settings, SnapshotOptions,
+    Allocate, CachingAllocator, DeviceAllocator, MemPool, MemPoolId, OomCause, PluggableAllocator, Settings,
 };
 use warpool::{Error, Instance, Stream};
 use warpool_external::{AllocatorSymbols, LoadError, LoadedAllocator};

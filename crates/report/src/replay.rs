@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
-use warpool::memory::{BlockState, Snapshot};
+use warpool::memory::report::{BlockState, Snapshot};
 use warpool_trace::RecordingFormat;
 use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::replay::{AddressOrders, Fidelity, InForce, Inferences, LimitOrigin, Outcome, ReplayReport, Round};

@@ -7,9 +7,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use warpool::Instance;
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{DeviceId, DevicePtr, Driver, Memory as _, StreamId};
+use warpool::memory::decorate::{Decorator, Limited, Traced};
+use warpool::memory::external::FnAllocator;
+use warpool::memory::pools::Upstream;
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::settings::{FreeBlockOrder, Reserve};
 use warpool::memory::{
-    Allocation, CachingAllocator, Decorator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, FnAllocator,
-    FreeBlockOrder, Limited, PagedAllocator, PluggableAllocator, Request, Reserve, Settings, Traced, Upstream,
+    CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, PagedAllocator, PluggableAllocator, Settings,
 };
 
 use crate::context::Context;

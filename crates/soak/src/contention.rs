@@ -4,7 +4,8 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use warpool::driver::DevicePtr;
-use warpool::memory::{Allocation, DeviceAllocator as _, MemPoolId, PagedAllocator, Request, Settings};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::{DeviceAllocator as _, MemPoolId, PagedAllocator, Settings};
 
 use crate::caught::{Caught, caught};
 use crate::context::Context;

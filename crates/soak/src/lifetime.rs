@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use warpool::Error;
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::pools::PoolOptions;
 use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, MemPool, MemPoolId, PinnedSettings, PoolOptions,
-    Settings,
+    Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, MemPool, MemPoolId, PinnedSettings, Settings,
 };
 
 use crate::allocators::draw_settings;

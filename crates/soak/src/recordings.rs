@@ -6,9 +6,8 @@ use std::sync::{Arc, OnceLock};
 use warpool::Instance;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{DeviceId, DevicePtr};
-use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator as _, HistoryOptions, MemPoolId, Snapshot, SnapshotOptions,
-};
+use warpool::memory::report::{HistoryOptions, Snapshot, SnapshotOptions};
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator as _, MemPoolId};
 use warpool_trace::replay::{AllocatorChoice, ReplayOptions, replay};
 use warpool_trace::{ReadOptions, read, write_snapshot};
 

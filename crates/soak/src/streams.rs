@@ -6,7 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use warpool::memory::{Allocation, MemPoolId, Request};
+use warpool::memory::MemPoolId;
+use warpool::memory::raw::{Allocation, Request};
 use warpool::{Error, Stream};
 
 use crate::allocators::{Allocators, Subject};

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use warpool::driver::DevicePtr;
-use warpool::memory::{Allocation, BlockState, DeviceAllocator, SegmentInfo, SnapshotOptions, Stat};
+use warpool::memory::DeviceAllocator;
+use warpool::memory::raw::Allocation;
+use warpool::memory::report::{BlockState, SegmentInfo, SnapshotOptions, Stat};
 
 use crate::machine::device_id;
 

@@ -10,9 +10,10 @@ use warpool::driver::decorate::FaultPlan;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, CaptureMode, CaptureState, Captures as _, ErrorCode, HostMemory as _, HostPtr};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::pools::PoolOptions;
 use warpool::memory::{
     Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, HostAllocator, HostBlock,
-    MemPool, MemPoolId, PagedAllocator, PinnedSettings, PoolOptions, Settings,
+    MemPool, MemPoolId, PagedAllocator, PinnedSettings, Settings,
 };
 use warpool::typed::BufferError;
 use warpool::{DeviceVec, Error, Instance, Stream};

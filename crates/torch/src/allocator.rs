@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use warpool::Instance;
-use warpool::memory::{
-    Backend, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MappedPart, PagedAllocator, Settings,
-};
+use warpool::memory::raw::MappedPart;
+use warpool::memory::settings::Backend;
+use warpool::memory::{CachingAllocator, DeviceAllocator, DriverPoolAllocator, PagedAllocator, Settings};
 use warpool_driver::DevicePtr;
 
 use crate::error::{Error, Result};

@@ -4,7 +4,8 @@
 use std::env::{self, VarError};
 use std::sync::Arc;
 
-use warpool::memory::{Backend, Settings, SettingsError};
+use warpool::memory::Settings;
+use warpool::memory::settings::{Backend, SettingsError};
 use warpool_cuda::CudaDriver;
 use warpool_driver::Driver;
 use warpool_driver::sim::{SimConfig, SimDriver};

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use warpool::memory::SettingsError;
+use warpool::memory::settings::SettingsError;
 use warpool_cuda::OpenError;
 use warpool_driver::DriverError;
 

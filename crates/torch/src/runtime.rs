@@ -13,10 +13,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tracing_subscriber::filter::LevelFilter;
-use warpool::memory::{
-    Backend, Checkpoints, DeviceAllocator, HostBlock, Keep, MemPoolId, PageStats, Request, Settings, SleepReport,
-    Snapshot, SnapshotOptions, Stats, TagInfo,
-};
+use warpool::memory::pools::Checkpoints;
+use warpool::memory::raw::Request;
+use warpool::memory::report::{PageStats, Snapshot, SnapshotOptions, Stats};
+use warpool::memory::settings::Backend;
+use warpool::memory::sleep::{Keep, SleepReport, TagInfo};
+use warpool::memory::{DeviceAllocator, HostBlock, MemPoolId, Settings};
 use warpool::{Device, Instance, Stream};
 use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DevicePtr, Driver, ForeignStream, StreamId};

@@ -7,7 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use warpool::memory::Snapshot;
+use warpool::memory::report::Snapshot;
 use warpool_trace::write_snapshot;
 
 use crate::error::{Error, Result};

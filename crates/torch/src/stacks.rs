@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use std::{ptr, thread};
 
 use rustc_hash::FxHashSet;
-use warpool::memory::{Frame, Observers, Stack};
+use warpool::memory::report::{Frame, Observers, Stack};
 
 /// A function that pushes the frames of the calling thread with [`push`], innermost first.
 pub(crate) type StackHook = extern "C" fn();
@@ -54,7 +54,7 @@ impl Stacks {
         let stacks = Arc::clone(self);
         observers.set_stack_hook(hook.map(|hook| {
             let collect = move || stacks.collect(hook).map(|frames| stacks.intern(frames));
-            Arc::new(collect) as warpool::memory::StackHook
+            Arc::new(collect) as warpool::memory::report::StackHook
         }));
         // A hook may replace itself: this thread is not waited for.
         let own = usize::from(PUSHED.try_with(|pushed| pushed.borrow().is_some()).unwrap_or(false));

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::ThreadId;
 
-use warpool::memory::{
-    DeviceAllocator, HostAllocator, Keep, MemPoolId, PoolOptions, PrivatePools, SleepReport, Snapshot, TagInfo,
-    TagScope, Tags,
-};
+use warpool::memory::pools::{PoolOptions, PrivatePools};
+use warpool::memory::report::Snapshot;
+use warpool::memory::sleep::{Keep, SleepReport, TagInfo, TagScope};
+use warpool::memory::{DeviceAllocator, HostAllocator, MemPoolId, Tags};
 use warpool::{Device, Error as WarpoolError};
 use warpool_driver::DeviceId;
 

@@ -9,10 +9,8 @@ use std::sync::Arc;
 use warpool::Instance;
 use warpool::driver::Copies as _;
 use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, Frame, HistoryOptions, HostAllocator, Settings, SnapshotOptions,
-    StackLevel,
-};
+use warpool::memory::report::{Frame, HistoryOptions, SnapshotOptions, StackLevel};
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, Settings};
 use warpool_trace::write_snapshot;
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -6,7 +6,7 @@ use std::error::Error;
 use std::fs::File;
 use std::time::Instant;
 
-use warpool::memory::Action;
+use warpool::memory::report::Action;
 use warpool_trace::{ReadOptions, read_file, write_snapshot};
 
 fn main() -> Result<(), Box<dyn Error>> {

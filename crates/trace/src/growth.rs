@@ -3,8 +3,9 @@
 //!
 //! Each is what PyTorch's allocator would have recorded: its replay is exact.
 
-use warpool::memory::{
-    Action, BlockInfo, BlockState, MemPoolId, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, TraceEntry,
+use warpool::memory::MemPoolId;
+use warpool::memory::report::{
+    Action, BlockInfo, BlockState, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, TraceEntry,
 };
 
 const MIB: u64 = 1 << 20;

@@ -1,12 +1,13 @@
 //! Recordings of GPU memory: what a program allocated and freed, and what its allocator did.
 //!
 //! Reads memory snapshots of PyTorch (`torch.cuda.memory._dump_snapshot`) and logs of RMM, as a
-//! [`Snapshot`](warpool::memory::Snapshot): plain, compressed with xz, gzip, zstd or bzip2, or in a zip archive (which
+//! [`Snapshot`](warpool::memory::report::Snapshot): plain, compressed with xz, gzip, zstd or bzip2, or in a zip archive (which
 //! `torch.save` writes) or tar archive. [`write_snapshot`] writes one, for Python and for PyTorch's viewer. [`replay`]
 //! replays a recording on the simulated GPU and answers what-if questions.
 //!
 //! ```
-//! use warpool::memory::{Action, MemPoolId, Snapshot, TraceEntry};
+//! use warpool::memory::MemPoolId;
+//! use warpool::memory::report::{Action, Snapshot, TraceEntry};
 //! use warpool_trace::{ReadOptions, read, write_snapshot};
 //!
 //! let mut alloc = TraceEntry::new(Action::Alloc, 0x7f00_0000_0000, 4096, 0, 17);

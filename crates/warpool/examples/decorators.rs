@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use warpool::driver::Driver;
 use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::memory::{
-    Allocate, Allocation, AllocatorCall, CachingAllocator, DeviceAllocator, FreeCall, Limited, Settings, Traced,
-};
+use warpool::memory::decorate::{AllocatorCall, FreeCall, Limited, Traced};
+use warpool::memory::raw::Allocation;
+use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, Settings};
 use warpool::{Error, Instance};
 
 const MIB: u64 = 1 << 20;

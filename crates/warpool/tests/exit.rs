@@ -16,9 +16,11 @@ use warpool::driver::decorate::{Arguments, Hook, Hooked, Outcome};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Driver, Result};
 use warpool::handle::{Cublas, Cudnn, HandlePool};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::raw::Request;
 use warpool::memory::{
     Allocate, CachingAllocator, DeviceAllocator, DriverPoolAllocator, HostAllocator, MemPool, PagedAllocator,
-    PinnedSettings, PoolOptions, Request, Settings,
+    PinnedSettings, Settings,
 };
 use warpool::{EventOptions, Instance};
 

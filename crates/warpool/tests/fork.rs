@@ -11,9 +11,11 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, CaptureMode, DeviceId, Devices as _, ErrorCode, Memory as _};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::handle::{Cublas, HandlePool};
+use warpool::memory::decorate::{Limited, Traced};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::report::{Action, Snapshot};
 use warpool::memory::{
-    Action, Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, Limited, MemPool, MemPoolId,
-    PinnedSettings, PoolOptions, Settings, Snapshot, Traced,
+    Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, MemPool, MemPoolId, PinnedSettings, Settings,
 };
 use warpool::{Error, Instance};
 

@@ -56,7 +56,8 @@ mod others {
 
     use warpool::Instance;
     use warpool::driver::Driver;
-    use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, HistoryOptions, Settings, SnapshotOptions};
+    use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, Settings};
+    use warpool::memory::report::{HistoryOptions, SnapshotOptions};
     use warpool_conformance::Options;
     use warpool_external::{AllocatorSymbols, LoadedAllocator};
     use warpool_trace::{ReadOptions, read, write_snapshot};

@@ -9,9 +9,10 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use indicatif::ProgressBar;
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::HistoryOptions;
 use warpool::memory::{
-    Allocation, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, HistoryOptions, MemPoolId,
-    PagedAllocator, Request, Settings,
+    CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, MemPoolId, PagedAllocator, Settings,
 };
 use warpool::{Instance, Stream};
 use warpool_driver::{DeviceId, StreamId};

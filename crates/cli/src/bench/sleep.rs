@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use warpool::memory::sleep::Keep;
 use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, HostAllocator, Keep, MemPoolId, PinnedSettings,
-    Settings, Tags,
+    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, HostAllocator, MemPoolId, PinnedSettings, Settings,
+    Tags,
 };
 use warpool::{Device, Instance, Stream};
 use warpool_driver::{Address, DevicePtr, Driver, HostOptions, HostPtr, Pattern};

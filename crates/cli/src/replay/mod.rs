@@ -7,7 +7,8 @@ mod rounds;
 use std::path::{Path, PathBuf};
 
 use indicatif::ProgressBar;
-use warpool::memory::{Backend, Lint, Settings, SettingsError, lint};
+use warpool::memory::Settings;
+use warpool::memory::settings::{Backend, Lint, SettingsError, lint};
 use warpool_report::replay::{Reading, SegmentTotals, segment_totals};
 use warpool_trace::RecordingFormat;
 use warpool_trace::replay::{

@@ -4,9 +4,11 @@
 
 use std::sync::Arc;
 
+use warpool::memory::pools::{PoolOptions, Route};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{SegmentInfo, SnapshotOptions};
 use warpool::memory::{
-    Allocate, Allocation, CachingAllocator, DeviceBlock, DriverPoolAllocator, MemPool, MemPoolId, OomCause, OomReport,
-    PoolOptions, Request, Route, SegmentInfo, Settings, SnapshotOptions,
+    Allocate, CachingAllocator, DeviceBlock, DriverPoolAllocator, MemPool, MemPoolId, OomCause, OomReport, Settings,
 };
 use warpool::{Error, Stream};
 use warpool_driver::{CaptureMode, CaptureState, InstantiateOptions, NodeKind};

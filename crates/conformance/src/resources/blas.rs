@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use warpool::blas::{Blas, BlasSettings, forbid_tf32};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Allocate, CachingAllocator, DeviceBlock, MemPoolId, Settings, Stat};
+use warpool::memory::report::Stat;
+use warpool::memory::{Allocate, CachingAllocator, DeviceBlock, MemPoolId, Settings};
 use warpool::{Device, Error, Instance, Stream};
 use warpool_driver::decorate::Counting;
 use warpool_driver::{BlasMatrix, Driver, ErrorCode, Sgemm};

@@ -6,9 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use warpool::graph::CaptureOptions;
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::sleep::Keep;
 use warpool::memory::{
-    Allocate, CachingAllocator, DeviceBlock, DriverPoolAllocator, HostAllocator, Keep, MemPool, MemPoolId,
-    PagedAllocator, PinnedSettings, PoolOptions, Settings, Tags,
+    Allocate, CachingAllocator, DeviceBlock, DriverPoolAllocator, HostAllocator, MemPool, MemPoolId, PagedAllocator,
+    PinnedSettings, Settings, Tags,
 };
 use warpool::{DeviceVec, PinnedVec, Stream, StreamLease};
 use warpool_driver::CaptureMode;

@@ -7,9 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::decorate::{Limited, Traced};
+use warpool::memory::external::{ExternalUpstream, FnAllocator, RawStream};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::raw::Request;
+use warpool::memory::report::{HistoryOptions, SnapshotOptions};
 use warpool::memory::{
-    Allocate, CachingAllocator, DeviceBlock, ExternalUpstream, FnAllocator, HistoryOptions, Limited, MemPool,
-    MemPoolId, OomCause, PluggableAllocator, PoolOptions, RawStream, Request, Settings, SnapshotOptions, Traced,
+    Allocate, CachingAllocator, DeviceBlock, MemPool, MemPoolId, OomCause, PluggableAllocator, Settings,
 };
 use warpool::{Error, Result};
 use warpool_driver::{DeviceId, DevicePtr, Driver};

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use warpool::generator::{Generator, GeneratorError, Target};
 use warpool::graph::{CaptureOptions, Graph, GraphError};
-use warpool::memory::{Allocate, MemPool, MemPoolId, PoolOptions};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::{Allocate, MemPool, MemPoolId};
 use warpool::{Error, Instance, Stream};
 use warpool_driver::{ErrorCode, Pattern};
 

@@ -4,10 +4,9 @@
 
 use std::sync::Arc;
 
-use warpool::memory::{
-    Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, OomCause, PageStats, PagedAllocator, PoolOptions,
-    Settings,
-};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::report::PageStats;
+use warpool::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, OomCause, PagedAllocator, Settings};
 use warpool::{Error, Stream, StreamLease};
 
 use super::helpers::{PLAIN, SharedAllocator, capture_sum, expect_wait_for_recorded_stream, graph};

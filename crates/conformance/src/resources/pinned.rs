@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use warpool::memory::{
-    Action, BlockState, HistoryOptions, HostAllocator, HostBlock, HostStats, PinnedSettings, Snapshot,
-};
+use warpool::memory::host::HostStats;
+use warpool::memory::report::{Action, BlockState, HistoryOptions, Snapshot};
+use warpool::memory::{HostAllocator, HostBlock, PinnedSettings};
 use warpool::{Error, Stream};
 use warpool_driver::{DevicePtr, HostPtr};
 

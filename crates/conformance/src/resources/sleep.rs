@@ -5,9 +5,9 @@
 use std::sync::Arc;
 
 use warpool::graph::CaptureOptions;
+use warpool::memory::sleep::Keep;
 use warpool::memory::{
-    Allocate, CachingAllocator, DeviceBlock, HostAllocator, Keep, MemPoolId, PagedAllocator, PinnedSettings, Settings,
-    Tags,
+    Allocate, CachingAllocator, DeviceBlock, HostAllocator, MemPoolId, PagedAllocator, PinnedSettings, Settings, Tags,
 };
 use warpool::{Error, Stream, StreamLease};
 

@@ -7,7 +7,7 @@ mod page;
 mod sections;
 
 use serde_json::json;
-use warpool::memory::Snapshot;
+use warpool::memory::report::Snapshot;
 use warpool_trace::explain::Frameworks;
 use warpool_trace::timeline::Timeline;
 

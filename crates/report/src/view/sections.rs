@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use warpool::memory::{Frame, SegmentKind, Snapshot, TextId};
+use warpool::memory::report::{Frame, SegmentKind, Snapshot, TextId};
 use warpool_trace::Category;
 use warpool_trace::explain::Frameworks;
 use warpool_trace::parallel::{in_parallel, threads_available};
@@ -298,7 +298,7 @@ struct Tree<'a> {
 }
 
 impl Tree<'_> {
-    fn number(&mut self, stack: warpool::memory::StackId) -> Option<u32> {
+    fn number(&mut self, stack: warpool::memory::report::StackId) -> Option<u32> {
         self.tree.add(self.stacks, stack, self.frameworks)
     }
 

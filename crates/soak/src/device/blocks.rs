@@ -1,7 +1,8 @@
 //! Steps with blocks: allocate, use, free.
 
 use warpool::driver::DevicePtr;
-use warpool::memory::{Allocation, DeviceBlock, MemPoolId, Request};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::{DeviceBlock, MemPoolId};
 use warpool::{Error, Stream};
 
 use super::Run;

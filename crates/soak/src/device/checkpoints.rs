@@ -1,9 +1,9 @@
 //! Checkpoints of private pools, and their restoration.
 
 use warpool::driver::DevicePtr;
-use warpool::memory::{
-    Allocation, Checkpoints as _, DeviceAllocator as _, MemPool, MemPoolId, PoolCheckpoint, PoolOptions,
-};
+use warpool::memory::pools::{Checkpoints as _, PoolCheckpoint, PoolOptions};
+use warpool::memory::raw::Allocation;
+use warpool::memory::{DeviceAllocator as _, MemPool, MemPoolId};
 use warpool::{Error, Stream};
 
 use super::Run;

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use warpool::driver::{CaptureMode, DevicePtr};
 use warpool::graph::{BufferKey, Capture, CaptureOptions, Fork, Graph, GraphOptions};
-use warpool::memory::{Allocation, DeviceBlock, MemPool, MemPoolId, PoolOptions};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::raw::Allocation;
+use warpool::memory::{DeviceBlock, MemPool, MemPoolId};
 use warpool::{Error, Result, Stream};
 
 use super::Run;

@@ -12,7 +12,9 @@ mod pools;
 mod settings;
 
 use warpool::Stream;
-use warpool::memory::{DeviceAllocator as _, HistoryOptions, PoolScope, StackLevel};
+use warpool::memory::DeviceAllocator as _;
+use warpool::memory::pools::PoolScope;
+use warpool::memory::report::{HistoryOptions, StackLevel};
 
 use self::blocks::Held;
 use self::graphs::Graphs;
@@ -257,7 +259,7 @@ impl Run<'_> {
         if rng.one_in(4) {
             let panics = self.machine.panics.clone();
             let tracker = std::sync::Arc::new(move |_, _: &_| panics.pass());
-            observers.attach_tracker(&warpool::memory::Action::ALL, tracker);
+            observers.attach_tracker(&warpool::memory::report::Action::ALL, tracker);
         }
         if rng.one_in(8) {
             let panics = self.machine.panics.clone();

@@ -3,7 +3,8 @@
 //! out only if it is short.
 
 use warpool::driver::DeviceId;
-use warpool::memory::{DeviceAllocator as _, MemPoolId, PagedAllocator, Request};
+use warpool::memory::raw::Request;
+use warpool::memory::{DeviceAllocator as _, MemPoolId, PagedAllocator};
 
 use super::Run;
 use super::pools::Pool;

@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use warpool::memory::{MemPool, MemPoolId, PoolOptions, PoolScope, Route};
+use warpool::memory::pools::{PoolOptions, PoolScope, Route};
+use warpool::memory::{MemPool, MemPoolId};
 use warpool::{Error, Result};
 
 use super::Run;

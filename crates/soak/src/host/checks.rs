@@ -2,7 +2,9 @@
 //! exactly those of the driver, nothing stays pending once all work is done, and caps and trims are obeyed to the byte.
 
 use warpool::driver::Call;
-use warpool::memory::{BlockState, HostStats, PinnedSettings, Snapshot};
+use warpool::memory::PinnedSettings;
+use warpool::memory::host::HostStats;
+use warpool::memory::report::{BlockState, Snapshot};
 
 use super::{DEVICES, MIB, Run};
 use crate::machine::Outcome;

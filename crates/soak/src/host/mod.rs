@@ -145,7 +145,7 @@ impl Run<'_> {
         let observers = self.host.observers();
         if self.context.rng.one_in(4) {
             let panics = self.machine.panics.clone();
-            observers.attach_tracker(&warpool::memory::Action::ALL, Arc::new(move |_, _: &_| panics.pass()));
+            observers.attach_tracker(&warpool::memory::report::Action::ALL, Arc::new(move |_, _: &_| panics.pass()));
         }
         if self.context.rng.one_in(4) {
             let panics = self.machine.panics.clone();

@@ -12,10 +12,11 @@ use std::sync::Arc;
 use warpool::driver::decorate::Hooked;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{CaptureMode, CaptureState, Captures as _, DeviceId, Graphs as _, StreamId};
-use warpool::memory::{
-    Allocation, BlockState, CachingAllocator, DeviceAllocator, FreeBlockOrder, MemPoolId, PoolOptions, PrivatePools,
-    Request, Reserve, Route, SegmentKind, Settings, SnapshotOptions,
-};
+use warpool::memory::pools::{PoolOptions, PrivatePools, Route};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{BlockState, SegmentKind, SnapshotOptions};
+use warpool::memory::settings::{FreeBlockOrder, Reserve};
+use warpool::memory::{CachingAllocator, DeviceAllocator, MemPoolId, Settings};
 use warpool::{Error, Instance, StreamLease};
 
 use self::driver_calls::CallRecorder;

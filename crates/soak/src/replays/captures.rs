@@ -7,7 +7,8 @@ use warpool::driver::sim::HazardKind;
 use warpool::driver::{CaptureMode, DevicePtr};
 use warpool::generator::Generator;
 use warpool::graph::{BufferKey, Capture, CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{DeviceBlock, MemPool, MemPoolId, PoolOptions};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::{DeviceBlock, MemPool, MemPoolId};
 use warpool::{Error, Stream};
 
 use super::executor::Executor;

@@ -3,7 +3,8 @@
 
 use warpool::Error;
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Allocate as _, Allocation, DeviceBlock};
+use warpool::memory::raw::Allocation;
+use warpool::memory::{Allocate as _, DeviceBlock};
 
 use super::{Block, GRAPHS, MIB, Run, STREAMS, TAGS};
 

@@ -11,9 +11,10 @@ use warpool::driver::Call;
 use warpool::driver::ErrorCode;
 use warpool::driver::decorate::FaultPlan;
 use warpool::graph::{Graph, GraphOptions};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::sleep::{Keep, SleepReport, TagState};
 use warpool::memory::{
-    Allocation, CachingAllocator, DeviceAllocator, HostAllocator, Keep, MemPoolId, PagedAllocator, PinnedSettings,
-    Request, Settings, SleepReport, TagState, Tags,
+    CachingAllocator, DeviceAllocator, HostAllocator, MemPoolId, PagedAllocator, PinnedSettings, Settings, Tags,
 };
 use warpool::{Error, Result};
 

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use warpool::memory::PoolCheckpoint;
+use warpool::memory::pools::PoolCheckpoint;
 
 use super::c_pointer;
 use crate::boundary;

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use warpool::memory::{SegmentKind, Stat, StatByKind};
+use warpool::memory::report::{SegmentKind, Stat, StatByKind};
 
 use crate::boundary;
 use crate::error::Error;
@@ -38,7 +38,7 @@ pub struct StatsByKind {
 /// The statistics of a device, by their names in `torch.cuda.memory_stats`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-#[expect(missing_docs, reason = "the names are PyTorch's, documented there and at `warpool::memory::Stats`")]
+#[expect(missing_docs, reason = "the names are PyTorch's, documented there and at `warpool::memory::report::Stats`")]
 pub struct DeviceStats {
     pub allocation: StatsByKind,
     pub segment: StatsByKind,

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use warpool::memory::{Frame, HistoryOptions, StackLevel, set_user_metadata};
+use warpool::memory::report::{Frame, HistoryOptions, StackLevel, set_user_metadata};
 
 use crate::boundary;
 use crate::error::{Error, Result};

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::ptr;
 
-use warpool::memory::Backend;
+use warpool::memory::settings::Backend;
 
 use crate::boundary::{self, FailureLog};
 use crate::error::Error;

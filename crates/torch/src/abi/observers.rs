@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use warpool::memory::{
-    Action, Annotation, HistoryEntry, OomCause, pop_compile_context, push_compile_context, user_metadata,
+use warpool::memory::OomCause;
+use warpool::memory::report::{
+    Action, Annotation, HistoryEntry, pop_compile_context, push_compile_context, user_metadata,
 };
 
 use super::pools::Delete;

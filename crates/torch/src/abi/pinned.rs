@@ -3,7 +3,8 @@
 use std::ffi::{c_int, c_void};
 
 use warpool::Stream;
-use warpool::memory::{HostBlock, HostTime};
+use warpool::memory::HostBlock;
+use warpool::memory::host::HostTime;
 use warpool_driver::HostPtr;
 
 use super::device_stats::{StatValues, signed, values};
@@ -167,7 +168,7 @@ pub struct DurationValues {
 /// The statistics of pinned memory, by their names in `torch.cuda.host_memory_stats`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-#[expect(missing_docs, reason = "the names are PyTorch's, documented there and at `warpool::memory::HostStats`")]
+#[expect(missing_docs, reason = "the names are PyTorch's, documented there and at `warpool::memory::host::HostStats`")]
 pub struct PinnedStats {
     pub allocations: StatValues,
     pub allocated_bytes: StatValues,

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use warpool::memory::{SegmentInfo, Snapshot};
+use warpool::memory::report::{SegmentInfo, Snapshot};
 
 use super::history::history_options;
 use super::observers::{ContextCollector, ContextReleaser};

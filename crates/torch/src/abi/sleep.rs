@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int};
 
-use warpool::memory::{Keep, SleepReport, TagInfo, TagState};
+use warpool::memory::sleep::{Keep, SleepReport, TagInfo, TagState};
 
 use super::device_stats::signed;
 use crate::boundary;

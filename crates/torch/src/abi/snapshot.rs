@@ -3,8 +3,9 @@
 use std::ffi::{CString, c_char, c_double, c_int, c_void};
 use std::sync::Arc;
 
-use warpool::memory::{
-    BlockState, HistoryEntry, MemPoolId, SegmentInfo, SegmentKind, Snapshot, Stack, StackId, TextId, TraceEntry,
+use warpool::memory::MemPoolId;
+use warpool::memory::report::{
+    BlockState, HistoryEntry, SegmentInfo, SegmentKind, Snapshot, Stack, StackId, TextId, TraceEntry,
 };
 use warpool_driver::DeviceId;
 

@@ -2,7 +2,7 @@
 
 use std::ffi::{CString, c_char, c_double, c_int, c_void};
 
-use warpool::memory::{Stat, StatByKind, Stats};
+use warpool::memory::report::{Stat, StatByKind, Stats};
 
 use crate::boundary::{self, FailureLog};
 use crate::error::{Error, Result};

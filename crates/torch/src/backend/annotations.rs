@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use warpool::memory::Annotation;
+use warpool::memory::report::Annotation;
 
 /// The starts and ends of named regions.
 #[derive(Debug, Default)]

@@ -7,7 +7,7 @@
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use warpool::memory::{Frame, Observers, Stack};
+use warpool::memory::report::{Frame, Observers, Stack};
 
 /// Collects the context of the calling thread; NULL if there is none.
 pub(crate) type CollectContext = unsafe extern "C" fn() -> *mut c_void;
@@ -42,7 +42,7 @@ impl Contexts {
         let contexts = Arc::clone(self);
         observers.set_stack_hook(recorder.map(|(collect, release)| {
             let collect = move || contexts.collect(collect, release);
-            Arc::new(collect) as warpool::memory::StackHook
+            Arc::new(collect) as warpool::memory::report::StackHook
         }));
         self.release_unused(0);
     }

@@ -9,7 +9,8 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 
-use warpool::memory::{HostAllocator, HostBlock, HostGraphPool, PinnedSettings};
+use warpool::memory::host::HostGraphPool;
+use warpool::memory::{HostAllocator, HostBlock, PinnedSettings};
 use warpool::{Instance, Stream};
 use warpool_driver::HostPtr;
 

@@ -11,7 +11,8 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-use warpool::memory::{DeviceAllocator, MemPoolId, PoolOptions, Upstream};
+use warpool::memory::pools::{PoolOptions, Upstream};
+use warpool::memory::{DeviceAllocator, MemPoolId};
 use warpool_driver::{DeviceId, DevicePtr, Driver};
 
 use super::{Filter, relaxed};

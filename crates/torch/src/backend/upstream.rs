@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use warpool::memory::Upstream;
+use warpool::memory::pools::Upstream;
 use warpool::{Error, Instance, Result};
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 

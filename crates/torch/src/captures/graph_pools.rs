@@ -3,7 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use warpool::memory::{MemPoolId, PrivatePools};
+use warpool::memory::MemPoolId;
+use warpool::memory::pools::PrivatePools;
 use warpool_driver::DeviceId;
 
 use crate::error::{Error, Result};

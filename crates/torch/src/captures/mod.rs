@@ -16,7 +16,8 @@ mod scopes;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use warpool::memory::{DeviceAllocator, MemPoolId, PrivatePools, Route};
+use warpool::memory::pools::{PrivatePools, Route};
+use warpool::memory::{DeviceAllocator, MemPoolId};
 use warpool_driver::{CaptureState, DeviceId, ErrorCode, StreamId};
 
 use crate::error::Result;

@@ -3,7 +3,8 @@
 
 use std::thread::{self, ThreadId};
 
-use warpool::memory::{MemPoolId, Route};
+use warpool::memory::MemPoolId;
+use warpool::memory::pools::Route;
 use warpool_driver::{CaptureId, DeviceId, StreamId};
 
 use crate::error::{Error, Result};

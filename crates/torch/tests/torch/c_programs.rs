@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use warpool::memory::{Action, MemPoolId};
+use warpool::memory::MemPoolId;
+use warpool::memory::report::Action;
 use warpool_trace::{ReadOptions, read_file};
 
 use crate::shared_object::{compiler, crate_folder, has, passed, run, scratch, shared_object, simulated};

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread;
 
-use warpool::memory::{HistoryOptions, Keep, MemPoolId, Settings, SnapshotOptions};
+use warpool::memory::report::{HistoryOptions, SnapshotOptions};
+use warpool::memory::sleep::Keep;
+use warpool::memory::{MemPoolId, Settings};
 use warpool_driver::decorate::{FaultPlan, Faulty};
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::{

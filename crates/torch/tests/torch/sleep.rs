@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use warpool::memory::{Keep, Settings, TagState};
+use warpool::memory::Settings;
+use warpool::memory::sleep::{Keep, TagState};
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::{Copies as _, DeviceId, DevicePtr, ForeignStream, Memory as _};
 use warpool_torch::{Error, Runtime};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
-use warpool::memory::{Annotation, Frame, StackId};
+use warpool::memory::report::{Annotation, Frame, StackId};
 
 use crate::stacks::{autograd_node, is_python, operator, short_path};
 

@@ -11,7 +11,7 @@ mod kind;
 mod rules;
 
 use rustc_hash::FxHashMap;
-use warpool::memory::{Action, Annotation, Frame, StackId, TraceEntry};
+use warpool::memory::report::{Action, Annotation, Frame, StackId, TraceEntry};
 
 pub use kind::{Category, CategoryBytes};
 pub use rules::Rule;

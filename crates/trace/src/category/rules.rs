@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use rustc_hash::{FxHashMap, FxHashSet};
-use warpool::memory::StackId;
+use warpool::memory::report::StackId;
 
 use super::doing::{Doing, Makes, StackKind};
 use super::kind::Category;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use warpool::memory::{BlockState, Frame, TraceEntry};
+use warpool::memory::report::{BlockState, Frame, TraceEntry};
 
 use crate::category::{Categories, Category, Rule};
 use crate::replay::{HeapState, StateBlock};

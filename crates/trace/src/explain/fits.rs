@@ -1,7 +1,9 @@
 //! Which changes would have made the program fit, replayed from the smallest change to the largest: settings of
 //! PyTorch, then Warpool's own allocator, then less use of the device by others, then a larger device.
 
-use warpool::memory::{Action, Backend, Settings};
+use warpool::memory::Settings;
+use warpool::memory::report::Action;
+use warpool::memory::settings::Backend;
 
 use super::{ExplainOptions, Explanation};
 use crate::parallel::threads_available;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
-use warpool::memory::{Action, BlockState, Frame, StackId, TraceEntry};
+use warpool::memory::report::{Action, BlockState, Frame, StackId, TraceEntry};
 
 use super::categories::BlockCategories;
 use crate::bytes_text::text;

@@ -28,7 +28,7 @@ mod verdict;
 
 use std::collections::BTreeMap;
 
-use warpool::memory::{Action, SegmentInfo, Snapshot};
+use warpool::memory::report::{Action, SegmentInfo, Snapshot};
 
 pub use crate::stacks::{CallSite, Frameworks};
 pub use advice::{Advice, AdviceKind, Proof};

@@ -1,7 +1,7 @@
 //! The moments of a recording that are worth explaining, by name: most allocated, most reserved, out of memory, or an
 //! event that the reader names.
 
-use warpool::memory::{Action, BlockState, TraceEntry};
+use warpool::memory::report::{Action, BlockState, TraceEntry};
 
 use super::categories::{AllocatedBlock, CategoryShare};
 use super::holders::Holders;

@@ -1,6 +1,6 @@
 //! Where the memory of a device was at one moment: parts that add up to the device's total, to the byte.
 
-use warpool::memory::BlockState;
+use warpool::memory::report::BlockState;
 
 use crate::replay::{HeapState, RequestInfo, StateBlock};
 

@@ -4,7 +4,7 @@
 //! and call stack, that occurs at regular distances over most of the history. Each occurrence begins a period.
 
 use rustc_hash::FxHashMap;
-use warpool::memory::{Action, StackId, TraceEntry};
+use warpool::memory::report::{Action, StackId, TraceEntry};
 
 /// The least number of periods.
 const PERIODS_MIN: usize = 4;

@@ -4,7 +4,7 @@
 //! (`host=gpu7`, `node12`), and `r3` between separators. A bare number at the end of a name (`oom_3.pickle`) may be
 //! anything; the report takes it as a rank if all recordings have one and these differ.
 
-use warpool::memory::Snapshot;
+use warpool::memory::report::Snapshot;
 
 /// What is known of a recording's place in a job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-use warpool::memory::{Action, SegmentInfo, Snapshot, TraceEntry};
+use warpool::memory::report::{Action, SegmentInfo, Snapshot, TraceEntry};
 
 use super::identity::Identity;
 use crate::category::{Categories, Category, CategoryBytes};

@@ -20,7 +20,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::time::Duration;
 
-use warpool::memory::Snapshot;
+use warpool::memory::report::Snapshot;
 
 pub use archive::Archive;
 pub use compression::Compression;

@@ -3,7 +3,7 @@
 //! A log contains allocations and frees only: no segments, no settings, and no device. A free is one event in it, and
 //! becomes a requested and a completed free.
 
-use warpool::memory::{Action, Snapshot, TraceEntry};
+use warpool::memory::report::{Action, Snapshot, TraceEntry};
 
 use super::error::{Checked, ReadError};
 use super::input::Input;

@@ -4,7 +4,8 @@
 //! one.
 
 use warpool::driver::sim::SimDevice;
-use warpool::memory::{Backend, Lint, Reserve, Settings, SettingsError, lint};
+use warpool::memory::Settings;
+use warpool::memory::settings::{Backend, Lint, Reserve, SettingsError, lint};
 
 use super::options::{AllocatorChoice, WhatIf};
 use super::prove::{CAPACITY_MAX, recorded_allocator};

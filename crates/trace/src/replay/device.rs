@@ -2,7 +2,8 @@
 //! is found once, and each what-if is one run, or one for each address order.
 
 use warpool::driver::platform::Instant;
-use warpool::memory::{SegmentInfo, Settings, TraceEntry};
+use warpool::memory::Settings;
+use warpool::memory::report::{SegmentInfo, TraceEntry};
 
 use super::ReplayError;
 use super::conditions::{Conditions, RecordedConditions, bytes_context, is_same_device};

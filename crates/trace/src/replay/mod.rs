@@ -42,7 +42,9 @@ mod state;
 use std::collections::BTreeMap;
 
 use warpool::driver::platform::Instant;
-use warpool::memory::{BlockInfo, SegmentInfo, Settings, SettingsError, Snapshot, TraceEntry};
+use warpool::memory::Settings;
+use warpool::memory::report::{BlockInfo, SegmentInfo, Snapshot, TraceEntry};
+use warpool::memory::settings::SettingsError;
 
 pub use device::DeviceReplay;
 pub use options::{ADDRESS_ORDERS, AllocatorChoice, ReplayOptions, ReplayProgress, WhatIf};

@@ -2,7 +2,8 @@
 //! addresses; if it never requests others, there is only one order. After that the driver's addresses are not known,
 //! and a seed chooses them: the answer is the range of the results.
 
-use warpool::memory::{FreeBlockOrder, TraceEntry};
+use warpool::memory::report::TraceEntry;
+use warpool::memory::settings::FreeBlockOrder;
 
 use super::ReplayError;
 use super::options::AllocatorChoice;

@@ -2,7 +2,9 @@
 //! so that the measured time is the allocator's: see `warpool bench alloc --recording`.
 
 use warpool::driver::{DeviceId, DevicePtr, StreamId};
-use warpool::memory::{DeviceAllocator, Request, Settings, Snapshot};
+use warpool::memory::raw::Request;
+use warpool::memory::report::Snapshot;
+use warpool::memory::{DeviceAllocator, Settings};
 
 use super::infer::Inference;
 use super::plan::{Plan, Slot, Step, StreamIndex};

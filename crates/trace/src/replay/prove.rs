@@ -3,7 +3,9 @@
 //! address and every segment event is as recorded.
 
 use warpool::driver::sim::SimDevice;
-use warpool::memory::{Action, Backend, FreeBlockOrder, Settings};
+use warpool::memory::Settings;
+use warpool::memory::report::Action;
+use warpool::memory::settings::{Backend, FreeBlockOrder};
 
 use super::ReplayError;
 use super::infer::{

@@ -3,7 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use warpool::memory::{Action, BlockState, MemPoolId, SegmentInfo, SizeRules, TraceEntry};
+use warpool::memory::report::{Action, BlockState, SegmentInfo, TraceEntry};
+use warpool::memory::{MemPoolId, SizeRules};
 
 use super::ReplayError;
 

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use warpool::memory::{FreeBlockOrder, MemPoolId, OomReport};
+use warpool::memory::settings::FreeBlockOrder;
+use warpool::memory::{MemPoolId, OomReport};
 
 use super::options::AllocatorChoice;
 use crate::cards::DeviceOrigin;

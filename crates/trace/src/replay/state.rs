@@ -5,7 +5,8 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use rustc_hash::FxHashMap;
-use warpool::memory::{Action, BlockState, MemPoolId, SegmentInfo, SegmentKind, SizeRules, StackId, TraceEntry};
+use warpool::memory::report::{Action, BlockState, SegmentInfo, SegmentKind, StackId, TraceEntry};
+use warpool::memory::{MemPoolId, SizeRules};
 
 use super::ReplayError;
 use super::device::DeviceReplay;

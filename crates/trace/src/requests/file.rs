@@ -23,7 +23,7 @@ impl Requests {
     ///
     /// # Errors
     /// If a step is none of these, refers to what there is not, or frees what is not allocated.
-    pub fn from_bytes(bytes: &[u8], stacks: Vec<warpool::memory::Stack>) -> Result<Self, RequestsError> {
+    pub fn from_bytes(bytes: &[u8], stacks: Vec<warpool::memory::report::Stack>) -> Result<Self, RequestsError> {
         let mut program = Self { devices: 1, streams: 1, allocations: 0, steps: Vec::new(), stacks };
         program.steps.reserve(bytes.len() / STEP_BYTES);
         let mut allocated: Vec<bool> = Vec::new();

@@ -9,7 +9,7 @@ mod file;
 mod run;
 mod smallest;
 
-use warpool::memory::Stack;
+use warpool::memory::report::Stack;
 
 pub use file::RequestsError;
 pub use run::{Conditions, OutOfMemory, Outcome, Placed};

@@ -9,10 +9,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use warpool::driver::sim::{SimConfig, SimDriver, Timing};
 use warpool::driver::{DeviceId, Driver, StreamId, StreamOptions, Streams};
 
-use warpool::memory::{
-    Action, Allocation, CachingAllocator, DeviceAllocator, HistoryOptions, MemPoolId, OomReport, PagedAllocator,
-    Settings, Snapshot, SnapshotOptions, Stack, StackLevel, Stats,
-};
+use warpool::memory::raw::Allocation;
+use warpool::memory::report::{Action, HistoryOptions, Snapshot, SnapshotOptions, Stack, StackLevel, Stats};
+use warpool::memory::{CachingAllocator, DeviceAllocator, MemPoolId, OomReport, PagedAllocator, Settings};
 use warpool::{Error, Instance, Result};
 
 use super::{Request, Requests, Step};
@@ -229,7 +228,7 @@ impl Device {
             Request::Alloc { id, bytes, device, stream, .. } => {
                 let stream = self.streams[device as usize][stream as usize];
                 let request =
-                    warpool::memory::Request::new(DeviceId(device), stream, bytes).in_pool(MemPoolId::DEFAULT);
+                    warpool::memory::raw::Request::new(DeviceId(device), stream, bytes).in_pool(MemPoolId::DEFAULT);
                 self.blocks[id as usize] = Some(self.allocator.allocate_raw(request)?);
                 Ok(())
             }

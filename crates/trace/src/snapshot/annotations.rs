@@ -1,6 +1,6 @@
 //! Annotations while a pickle is read.
 
-use warpool::memory::Annotation;
+use warpool::memory::report::Annotation;
 
 use super::convert::{signed, text};
 use super::invalid::Invalid;

@@ -1,7 +1,7 @@
 //! Builds a snapshot from the containers of a pickle, as they are filled.
 //! There is one arena per kind of container; containers refer to one another by number.
 
-use warpool::memory::{RecordedSettings, SegmentInfo, Snapshot, Texts};
+use warpool::memory::report::{RecordedSettings, SegmentInfo, Snapshot, Texts};
 
 use super::annotations::{self, AnnotationDraft};
 use super::entries::Entries;

@@ -1,6 +1,6 @@
 //! Values of a pickle as the types of a snapshot's fields.
 
-use warpool::memory::TextId;
+use warpool::memory::report::TextId;
 
 use super::invalid::Invalid;
 use super::schema::Keyword;

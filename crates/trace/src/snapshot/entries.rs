@@ -1,6 +1,6 @@
 //! The entries of all traces while a pickle is read, in one arena in the order of the file.
 
-use warpool::memory::{Action, TraceEntry};
+use warpool::memory::report::{Action, TraceEntry};
 
 use super::convert::{optional_text, signed, text, unsigned};
 use super::invalid::Invalid;

@@ -3,7 +3,8 @@
 
 use std::ops::Range;
 
-use warpool::memory::{BlockInfo, MemPoolId, SegmentInfo, StackId};
+use warpool::memory::MemPoolId;
+use warpool::memory::report::{BlockInfo, SegmentInfo, StackId};
 
 use super::invalid::Invalid;
 use super::stacks::StackTable;

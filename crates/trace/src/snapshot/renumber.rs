@@ -1,7 +1,7 @@
 //! The final numbers of texts and stacks. They follow the order of the snapshot, not that of the file, so a snapshot
 //! that is written and read again is equal to the first.
 
-use warpool::memory::{SegmentInfo, Snapshot, StackId, TextId, Texts};
+use warpool::memory::report::{SegmentInfo, Snapshot, StackId, TextId, Texts};
 
 use super::invalid::Invalid;
 use super::stacks::StackTable;

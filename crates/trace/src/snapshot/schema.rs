@@ -1,6 +1,6 @@
 //! The structure of a snapshot: its keywords, and which kind of dict or list is under which key.
 
-use warpool::memory::{Action, BlockState, SegmentKind};
+use warpool::memory::report::{Action, BlockState, SegmentKind};
 
 use crate::pickle::{DictKind, ListKind};
 

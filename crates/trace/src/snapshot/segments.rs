@@ -1,6 +1,7 @@
 //! Segments and blocks while a pickle is read: the keys that were read, and what a missing key means.
 
-use warpool::memory::{BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, StackId};
+use warpool::memory::MemPoolId;
+use warpool::memory::report::{BlockInfo, BlockState, SegmentInfo, SegmentKind, StackId};
 
 use super::convert::{boolean, device, text, unsigned};
 use super::invalid::Invalid;

@@ -1,6 +1,6 @@
 //! The allocator settings while a pickle is read.
 
-use warpool::memory::RecordedSettings;
+use warpool::memory::report::RecordedSettings;
 
 use super::convert::{boolean, float, signed, text};
 use super::invalid::Invalid;

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use warpool::memory::{Frame, StackId};
+use warpool::memory::report::{Frame, StackId};
 
 use super::convert::{text, unsigned};
 use super::invalid::Invalid;

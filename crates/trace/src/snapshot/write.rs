@@ -5,8 +5,9 @@
 use std::collections::HashMap;
 use std::io::{self, BufWriter, Write};
 
-use warpool::memory::{
-    Action, Annotation, BlockInfo, MemPoolId, RecordedSettings, SegmentInfo, Snapshot, StackId, TraceEntry,
+use warpool::memory::MemPoolId;
+use warpool::memory::report::{
+    Action, Annotation, BlockInfo, RecordedSettings, SegmentInfo, Snapshot, StackId, TraceEntry,
 };
 
 use super::schema::Keyword;

@@ -1,6 +1,6 @@
 //! What a call stack shows a reader: the program's own line, and what it called.
 
-use warpool::memory::Frame;
+use warpool::memory::report::Frame;
 
 use super::native::{NativeFrame, classify, short_name};
 

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 
 use rustc_hash::FxHashMap;
-use warpool::memory::{BlockState, StackId};
+use warpool::memory::report::{BlockState, StackId};
 
 use crate::category::{Category, CategoryBytes};
 use crate::replay::{HeapState, StateBlock, StateChange};

@@ -1,7 +1,7 @@
 //! Allocated and cached memory and fragmentation over time, at several levels of detail: a drawing on a thousand pixels
 //! reads about a thousand buckets at any zoom, however many positions there are.
 
-use warpool::memory::BlockState;
+use warpool::memory::report::BlockState;
 
 use crate::category::CategoryBytes;
 use crate::replay::{HeapState, Totals};

@@ -27,7 +27,7 @@ mod stacks;
 
 use std::collections::BTreeMap;
 
-use warpool::memory::{Action, SegmentInfo, Snapshot, StackId};
+use warpool::memory::report::{Action, SegmentInfo, Snapshot, StackId};
 
 pub use allocations::Allocation;
 pub use levels::{Bucket, Level, Sample};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use warpool::memory::SegmentKind;
+use warpool::memory::report::SegmentKind;
 
 use crate::replay::{HeapState, StateChange};
 

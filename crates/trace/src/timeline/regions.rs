@@ -1,7 +1,7 @@
 //! Regions that the program named (pairs of `START` and `END` annotations), and the texts that were in force while
 //! events happened. Annotations have times only; here they get positions.
 
-use warpool::memory::{Annotation, TextId, TraceEntry};
+use warpool::memory::report::{Annotation, TextId, TraceEntry};
 
 /// The most regions; beyond that the longest are kept.
 const REGIONS_MAX: usize = 1 << 16;
@@ -184,7 +184,7 @@ impl Times {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use warpool::memory::Action;
+    use warpool::memory::report::Action;
 
     /// Events at 100, 200, .. 900 microseconds; annotations such as `a+150` and `a-350`.
     fn check(annotations: &str, expected: &[&str]) {

@@ -3,7 +3,7 @@
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-use warpool::memory::{Frame, StackId};
+use warpool::memory::report::{Frame, StackId};
 
 use crate::stacks::{CallSite, Frameworks, readable, short_path};
 

@@ -1,6 +1,8 @@
 //! The settings and allocators that are worth a trial on a recording.
 
-use warpool::memory::{Action, Backend, Lint, Settings, SettingsError, lint};
+use warpool::memory::Settings;
+use warpool::memory::report::Action;
+use warpool::memory::settings::{Backend, Lint, SettingsError, lint};
 
 use crate::replay::{AllocatorChoice, DeviceReplay, WhatIf};
 

@@ -4,7 +4,7 @@
 
 use std::path::PathBuf;
 
-use warpool::memory::{Action, Snapshot, TraceEntry};
+use warpool::memory::report::{Action, Snapshot, TraceEntry};
 use warpool_trace::{ReadError, ReadOptions, Recording, write_snapshot};
 
 pub const MIB: u64 = 1 << 20;

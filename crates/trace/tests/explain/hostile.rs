@@ -3,7 +3,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use warpool::memory::{Action, BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot, TraceEntry};
+use warpool::memory::MemPoolId;
+use warpool::memory::report::{Action, BlockInfo, BlockState, SegmentInfo, SegmentKind, Snapshot, TraceEntry};
 use warpool_trace::explain::{ExplainOptions, explain};
 use warpool_trace::timeline::{TimelineOptions, timelines};
 

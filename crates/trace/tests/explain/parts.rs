@@ -1,6 +1,6 @@
 //! The parts of a moment add up to the device's total, on every recording.
 
-use warpool::memory::BlockState;
+use warpool::memory::report::BlockState;
 use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::explain::{ExplainOptions, Explanation, MomentChoice, MomentKind, Verdict, explain};
 use warpool_trace::replay::{ReplayOptions, replay};

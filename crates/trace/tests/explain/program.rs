@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex};
 
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{DeviceId, Driver, Memory, StreamId, StreamOptions, Streams};
-use warpool::memory::{
-    Allocation, CachingAllocator, DeviceAllocator, Frame, HistoryOptions, MemPoolId, PoolOptions, PrivatePools,
-    Request, Settings, Snapshot, SnapshotOptions, StackLevel,
-};
+use warpool::memory::pools::{PoolOptions, PrivatePools};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{Frame, HistoryOptions, Snapshot, SnapshotOptions, StackLevel};
+use warpool::memory::{CachingAllocator, DeviceAllocator, MemPoolId, Settings};
 use warpool::{Error, Instance};
 
 use crate::common::{MIB, RECORDINGS, read, recording, written};

@@ -1,6 +1,6 @@
 //! Timelines: the state computed from allocations and ranges at any position is the state that the events lead to.
 
-use warpool::memory::{BlockState, Snapshot};
+use warpool::memory::report::{BlockState, Snapshot};
 use warpool_trace::explain::{Explanation, MomentKind};
 use warpool_trace::timeline::{MarkKind, Sample, Timeline, TimelineOptions, timelines};
 

@@ -1,6 +1,6 @@
 //! Verdicts, on one program for each case.
 
-use warpool::memory::Snapshot;
+use warpool::memory::report::Snapshot;
 use warpool_trace::explain::{Change, ExplainOptions, Explanation, Verdict, explain};
 
 use crate::common::recording;

@@ -4,9 +4,10 @@ use std::cell::Cell;
 use std::io::{Read, Write as _};
 use std::sync::Arc;
 
-use warpool::memory::{
-    Action, Annotation, BlockInfo, BlockState, Frame, MemPoolId, RecordedSettings, SegmentInfo, SegmentKind, Snapshot,
-    StackId, Texts, TraceEntry,
+use warpool::memory::MemPoolId;
+use warpool::memory::report::{
+    Action, Annotation, BlockInfo, BlockState, Frame, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, StackId,
+    Texts, TraceEntry,
 };
 use warpool_trace::{Compression, Progress, ReadOptions, RecordingFormat, read, read_file};
 

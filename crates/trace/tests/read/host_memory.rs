@@ -5,10 +5,10 @@ use std::sync::Arc;
 use warpool::driver::Copies as _;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{
-    Action, Allocate as _, BlockState, CachingAllocator, DeviceAllocator, Frame, HistoryOptions, HostAllocator,
-    HostBlock, SegmentInfo, Settings, Snapshot, SnapshotOptions, StackLevel, set_user_metadata,
+use warpool::memory::report::{
+    Action, BlockState, Frame, HistoryOptions, SegmentInfo, Snapshot, SnapshotOptions, StackLevel, set_user_metadata,
 };
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, HostBlock, Settings};
 use warpool::{Instance, Stream};
 use warpool_trace::replay::{ReplayOptions, replay};
 

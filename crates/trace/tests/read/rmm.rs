@@ -1,6 +1,6 @@
 //! Logs of RMM.
 
-use warpool::memory::{Action, Snapshot};
+use warpool::memory::report::{Action, Snapshot};
 use warpool_trace::RecordingFormat;
 
 use crate::common::{entry, read, recording};

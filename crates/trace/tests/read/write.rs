@@ -1,6 +1,7 @@
 //! Written snapshots are read back as they were, with each text and stack written once.
 
-use warpool::memory::{Action, MemPoolId, Snapshot, StackId, TraceEntry};
+use warpool::memory::MemPoolId;
+use warpool::memory::report::{Action, Snapshot, StackId, TraceEntry};
 
 use crate::common::{entry, read, recording, written};
 

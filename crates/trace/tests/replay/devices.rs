@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use warpool::driver::sim::{SimConfig, SimDevice, SimDriver};
 use warpool::driver::{DeviceId, Driver, Memory, StreamId, Streams};
-use warpool::memory::{
-    Allocation, CachingAllocator, DeviceAllocator, HistoryOptions, Request, Settings, Snapshot, SnapshotOptions,
-};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{HistoryOptions, Snapshot, SnapshotOptions};
+use warpool::memory::{CachingAllocator, DeviceAllocator, Settings};
 use warpool::{Error, Instance};
 use warpool_trace::cards::{Card, DeviceOrigin};
 use warpool_trace::replay::{DeviceReplays, LimitOrigin, ReplayOptions, ReplayReport, WhatIf};

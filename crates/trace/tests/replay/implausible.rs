@@ -1,7 +1,7 @@
 //! Recordings that no real program makes, and what-ifs that fail at their start: a result or an error, never an endless
 //! replay.
 
-use warpool::memory::{Action, Snapshot, TraceEntry};
+use warpool::memory::report::{Action, Snapshot, TraceEntry};
 use warpool_trace::replay::{Outcome, ReplayError, ReplayOptions, replay};
 
 use crate::common::{entry, recording};

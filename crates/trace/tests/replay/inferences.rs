@@ -1,7 +1,8 @@
 //! What a replay infers and reports: pools, limits, histories that start late, what-ifs, and recordings that contradict
 //! themselves. `recordings.rs` replays all recordings as they are.
 
-use warpool::memory::{Action, SegmentInfo, Settings, Snapshot};
+use warpool::memory::Settings;
+use warpool::memory::report::{Action, SegmentInfo, Snapshot};
 use warpool_trace::replay::{AllocatorChoice, Outcome, ReplayOptions, ReplayProgress, ReplayReport, replay};
 
 use crate::common::{MIB, entry, recording};

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use warpool::driver::DeviceId;
 use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::memory::{
-    Allocation, Backend, DeviceAllocator as _, HistoryOptions, MemPoolId, PagedAllocator, PoolOptions,
-    PrivatePools as _, Request, Settings, Snapshot, SnapshotOptions,
-};
+use warpool::memory::pools::{PoolOptions, PrivatePools as _};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{HistoryOptions, Snapshot, SnapshotOptions};
+use warpool::memory::settings::Backend;
+use warpool::memory::{DeviceAllocator as _, MemPoolId, PagedAllocator, Settings};
 use warpool::{Instance, Stream};
 use warpool_trace::replay::{ReplayOptions, ReplayReport, replay};
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use warpool::Instance;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{DeviceId, Driver, StreamOptions, Streams};
-use warpool::memory::{CachingAllocator, DeviceAllocator, Settings, Snapshot};
+use warpool::memory::report::Snapshot;
+use warpool::memory::{CachingAllocator, DeviceAllocator, Settings};
 use warpool_trace::replay::{Program, ReplayError, ReplayOptions, replay};
 
 use crate::common::recording;

@@ -9,10 +9,11 @@ use std::sync::Arc;
 
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{DeviceId, Driver, StreamId, StreamOptions, Streams};
-use warpool::memory::{
-    Action, Allocation, BlockState, CachingAllocator, DeviceAllocator, FreeBlockOrder, HistoryOptions, MemPoolId,
-    PoolOptions, PrivatePools, Request, SegmentInfo, Settings, Snapshot, SnapshotOptions,
-};
+use warpool::memory::pools::{PoolOptions, PrivatePools};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{Action, BlockState, HistoryOptions, SegmentInfo, Snapshot, SnapshotOptions};
+use warpool::memory::settings::FreeBlockOrder;
+use warpool::memory::{CachingAllocator, DeviceAllocator, MemPoolId, Settings};
 use warpool::{Error, Instance};
 use warpool_trace::replay::{ReplayOptions, ReplayReport, replay};
 

@@ -1,7 +1,8 @@
 //! Every recording of a real program is reproduced, and a what-if gives what was recorded with the other settings. The
 //! expected numbers are those that PyTorch counted, or that can be counted in the recording.
 
-use warpool::memory::{Settings, Snapshot};
+use warpool::memory::Settings;
+use warpool::memory::report::Snapshot;
 use warpool_trace::replay::{ReplayOptions, ReplayReport, replay};
 
 use crate::common::{RECORDINGS, recording};

@@ -1,6 +1,7 @@
 //! The second half of the recorded time.
 
-use warpool::memory::{Action, Settings, Snapshot, TraceEntry};
+use warpool::memory::Settings;
+use warpool::memory::report::{Action, Snapshot, TraceEntry};
 use warpool_trace::replay::{AllocatorChoice, ReplayOptions, ReplayReport, Steady, replay};
 
 use crate::common::{MIB, entry, recording};

@@ -1,7 +1,8 @@
 //! What-ifs: one that changes nothing gives the recorded result, one that does is replayed in several address orders,
 //! with a control; limits stay or are lifted as documented.
 
-use warpool::memory::{Settings, Snapshot};
+use warpool::memory::Settings;
+use warpool::memory::report::Snapshot;
 use warpool_trace::replay::{
     AllocatorChoice, DeviceReplays, LimitOrigin, Outcome, ReplayOptions, ReplayReport, WhatIf, replay, replay_devices,
 };
@@ -169,7 +170,7 @@ fn devices_have_a_report_each() {
     let mut snapshot = snapshot("mempool.native");
     snapshot.traces.push(snapshot.traces[0].clone());
     let second = snapshot.segments.clone().into_iter();
-    snapshot.segments.extend(second.map(|segment| warpool::memory::SegmentInfo { device: 1, ..segment }));
+    snapshot.segments.extend(second.map(|segment| warpool::memory::report::SegmentInfo { device: 1, ..segment }));
     let reports = replay_devices(&snapshot, &ReplayOptions::default()).expect("two devices");
     assert_eq!(reports.iter().map(|report| report.device).collect::<Vec<_>>(), [0, 1]);
     for report in &reports {

@@ -4,7 +4,8 @@
 //! use std::sync::Arc;
 //! use warpool::Instance;
 //! use warpool::driver::sim::{SimConfig, SimDriver};
-//! use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, MemPool, MemPoolId, PoolOptions, Settings};
+//! use warpool::memory::{Allocate, CachingAllocator, DeviceAllocator, MemPool, MemPoolId, Settings};
+//! use warpool::memory::pools::PoolOptions;
 //!
 //! # fn main() -> warpool::Result<()> {
 //! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
@@ -185,44 +186,28 @@ pub mod raw {
     pub use super::allocation::{Allocation, MappedPart, Request};
 }
 
-// By the names that they had before the modules, for code that was written then.
+// In calls that only this crate's own allocators and graphs make.
 #[doc(hidden)]
-pub use crate::error::{PageShortage, PinnedCapReport};
-#[doc(hidden)]
-pub use allocation::{Allocation, GraphKey, MappedPart, Request, SnapshotOptions};
-#[doc(hidden)]
-pub use checkpoint::{Checkpoints, PoolCheckpoint, Restored};
-#[doc(hidden)]
-pub use decorate::{AllocatorCall, Decorator, FreeCall, Limited, Traced};
-#[doc(hidden)]
-pub use external::{BaseAllocation, ExternalAllocator, ExternalUpstream, FnAllocator, Handled, RawStream};
-#[doc(hidden)]
-pub use host::{HostGraphPool, HostStats, HostTime};
-#[doc(hidden)]
-pub use pool::PoolScope;
+pub use allocation::GraphKey;
 #[doc(hidden)]
 pub use pool_sleep::{Asleep, ScopeId};
 #[doc(hidden)]
-pub use private_pools::{PoolOptions, PoolSleep, PoolUser, PrivatePools, Route, Upstream};
-#[doc(hidden)]
-pub use report::{
-    Action, Annotation, BlockInfo, BlockState, Frame, HistoryEntry, HistoryOptions, ObserverId, Observers, OomObserver,
-    PageStats, PageTotals, PressureCallback, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, Stack, StackHook,
-    StackId, StackLevel, Stat, StatByKind, Stats, TextId, Texts, TraceEntry, Tracker, TrimHook, pop_compile_context,
-    push_compile_context, set_user_metadata, user_metadata,
-};
-#[doc(hidden)]
-pub use settings::{
-    Backend, FreeBlockOrder, Lint, Origin, Problem, Reserve, SettingValue, SettingsError, Warning, lint,
-};
-#[doc(hidden)]
-pub use sleep::{Keep, SleepReport, Tag, TagInfo, TagScope, TagState};
-#[doc(hidden)]
-pub use uncached::UncachedAllocator;
+pub use private_pools::PoolSleep;
 
+// Within this crate, by one path.
+pub(crate) use crate::error::PageShortage;
+pub(crate) use allocation::{Allocation, MappedPart, Request, SnapshotOptions};
 pub(crate) use capture_memory::CaptureMemory;
+pub(crate) use checkpoint::{Checkpoints, PoolCheckpoint, Restored};
+pub(crate) use external::{BaseAllocation, ExternalAllocator, Handled, RawStream};
 pub(crate) use hold::{BlockHold, HeldBlock};
 pub(crate) use host::CapturedHostPools;
+pub(crate) use pool::PoolScope;
 pub(crate) use pool_sleep::SleepingPools;
-pub(crate) use private_pools::PoolUses;
-pub(crate) use report::with_metadata;
+pub(crate) use private_pools::{PoolOptions, PoolUser, PoolUses, PrivatePools, Route, Upstream};
+pub(crate) use report::{
+    Action, Annotation, BlockInfo, BlockState, HistoryEntry, HistoryOptions, ObserverId, Observers, PageStats,
+    PageTotals, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, Stack, StackLevel, Stat, StatByKind, Stats,
+    with_metadata,
+};
+pub(crate) use settings::{Backend, FreeBlockOrder, Warning, lint};

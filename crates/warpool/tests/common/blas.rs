@@ -7,7 +7,8 @@ use warpool::blas::{Blas, BlasSettings};
 use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{LibraryCall, SimConfig, SimDriver};
 use warpool::driver::{BlasMatrix, Driver, HandleId, Libraries as _, Sgemm};
-use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings, Stat};
+use warpool::memory::report::Stat;
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings};
 use warpool::{Device, Instance, Result, Stream};
 
 use super::memory::{FIRST, MIB};

@@ -8,7 +8,8 @@ use std::sync::{Arc, MutexGuard};
 
 use warpool::Result;
 use warpool::driver::{DeviceId, DevicePtr, Driver};
-use warpool::memory::{BaseAllocation, FnAllocator, MemPoolId, RawStream};
+use warpool::memory::MemPoolId;
+use warpool::memory::external::{BaseAllocation, FnAllocator, RawStream};
 
 /// Size, device and stream of an allocation.
 pub type Allocated = (u64, DeviceId, RawStream);

@@ -8,10 +8,10 @@ use warpool::driver::{
     CaptureId, CaptureMode, CaptureState, Captures, Copies, DeviceId, DevicePtr, GraphExecId, Graphs,
     InstantiateOptions, Pattern, StreamId,
 };
-use warpool::memory::{
-    Allocation, CachingAllocator, DeviceAllocator, MemPoolId, PrivatePools, Request, SegmentInfo, Settings,
-    SnapshotOptions, Stats,
-};
+use warpool::memory::pools::PrivatePools;
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{SegmentInfo, SnapshotOptions, Stats};
+use warpool::memory::{CachingAllocator, DeviceAllocator, MemPoolId, Settings};
 use warpool::{Device, Error, Instance, Result, Stream};
 
 pub const KIB: u64 = 1 << 10;

@@ -9,10 +9,11 @@ use std::time::Duration;
 
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{Copies as _, DeviceId, Pattern};
-use warpool::memory::{
-    Action, Allocate as _, DeviceAllocator, DeviceBlock, Frame, HistoryOptions, MemPool, MemPoolId, PoolOptions,
-    Request, SnapshotOptions, StackLevel, Traced,
-};
+use warpool::memory::decorate::Traced;
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::raw::Request;
+use warpool::memory::report::{Action, Frame, HistoryOptions, SnapshotOptions, StackLevel};
+use warpool::memory::{Allocate as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId};
 use warpool::{Instance, Result, Stream};
 
 const DEVICE: DeviceId = DeviceId(0);

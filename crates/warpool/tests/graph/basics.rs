@@ -4,7 +4,8 @@ use warpool::Error;
 use warpool::driver::sim::HazardKind;
 use warpool::driver::{CaptureMode, Captures as _, Copies as _, ErrorCode, Graphs as _, Pattern};
 use warpool::graph::{CaptureOptions, GraphError};
-use warpool::memory::{Allocate as _, MemPool, MemPoolId, PoolOptions};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::{Allocate as _, MemPool, MemPoolId};
 
 use crate::common::launch::capture_kernel;
 use crate::common::memory::{FIRST, MIB};

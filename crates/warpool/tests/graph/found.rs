@@ -10,7 +10,8 @@ use warpool::driver::sim::SimDriver;
 use warpool::driver::{CaptureMode, Captures as _, DeviceId, DevicePtr, Memory as _, StreamId};
 use warpool::generator::Generator;
 use warpool::graph::CaptureOptions;
-use warpool::memory::{Allocate as _, MemPool, PoolOptions, Upstream};
+use warpool::memory::pools::{PoolOptions, Upstream};
+use warpool::memory::{Allocate as _, MemPool};
 
 use super::fixture::CaptureFixture;
 

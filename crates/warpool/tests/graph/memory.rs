@@ -6,7 +6,8 @@ use warpool::Stream;
 use warpool::driver::sim::SimConfig;
 use warpool::driver::{Copies as _, ForeignStream, Pattern, StreamOptions, Streams as _};
 use warpool::graph::{CaptureOptions, Graph, GraphError};
-use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPool, MemPoolId, PoolOptions, Settings};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPool, MemPoolId, Settings};
 
 use crate::common::memory::{FIRST, GIB, KIB, MIB, TestContext};
 use crate::fixture::{CaptureFixture, graph_error};

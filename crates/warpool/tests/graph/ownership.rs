@@ -7,10 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use warpool::Error;
 use warpool::driver::{Copies as _, Pattern};
 use warpool::graph::{BufferKey, CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{
-    Allocate as _, AllocatorCall, CachingAllocator, Checkpoints as _, DeviceAllocator, DeviceBlock, Limited, MemPool,
-    MemPoolId, PoolOptions, Route, Settings, Traced,
-};
+use warpool::memory::decorate::{AllocatorCall, Limited, Traced};
+use warpool::memory::pools::{Checkpoints as _, PoolOptions, Route};
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, Settings};
 
 use crate::common::memory::{FIRST, MIB};
 use crate::fixture::CaptureFixture;

@@ -7,7 +7,9 @@ use crate::common::memory::{GIB, KIB, MIB};
 use warpool::driver::sim::{HazardKind, SimConfig};
 use warpool::driver::{Copies as _, DevicePtr, Pattern};
 use warpool::graph::{CaptureOptions, Fork, Graph, GraphError};
-use warpool::memory::{Allocate as _, DeviceBlock, MemPool, PoolOptions, StatByKind, Stats};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::report::{StatByKind, Stats};
+use warpool::memory::{Allocate as _, DeviceBlock, MemPool};
 use warpool::{Error, Result, Stream};
 
 const PLAIN: CaptureOptions<'_> =

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{Copies as _, DevicePtr, HostPtr, Memory as _};
-use warpool::memory::{BlockState, HostAllocator, HostBlock, HostStats, SegmentInfo, Settings, Snapshot};
+use warpool::memory::host::HostStats;
+use warpool::memory::report::{BlockState, SegmentInfo, Snapshot};
+use warpool::memory::{HostAllocator, HostBlock, Settings};
 use warpool::{Device, Error, Instance, Stream};
 
 pub const KIB: u64 = 1 << 10;
@@ -52,7 +54,7 @@ impl TestContext {
     }
 
     /// Requests more than a cap allows, and returns the report.
-    pub fn refused_by_cap(&self, bytes: u64) -> warpool::memory::PinnedCapReport {
+    pub fn refused_by_cap(&self, bytes: u64) -> warpool::memory::report::PinnedCapReport {
         let outcome = self.pinned.allocate(bytes);
         self.pinned.check();
         match outcome {

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use warpool::driver::{CaptureMode, Captures as _, Copies as _, Graphs as _};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{BlockState, CachingAllocator, DeviceAllocator, Settings};
+use warpool::memory::report::BlockState;
+use warpool::memory::{CachingAllocator, DeviceAllocator, Settings};
 use warpool::{Error, Stream};
 
 use super::context::{KIB, MIB, TestContext};

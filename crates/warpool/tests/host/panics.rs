@@ -5,7 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use warpool::memory::{Action, HistoryOptions, HostBlock, StackLevel};
+use warpool::memory::HostBlock;
+use warpool::memory::report::{Action, HistoryOptions, StackLevel};
 
 use super::context::{KIB, MIB, TestContext};
 

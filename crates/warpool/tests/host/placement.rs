@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use warpool::driver::ErrorCode;
-use warpool::memory::{BlockState, HostBlock};
+use warpool::memory::HostBlock;
+use warpool::memory::report::BlockState;
 
 use super::context::{GIB, KIB, MIB, TestContext};
 use crate::common::sizes::{bytes, short};

@@ -11,9 +11,10 @@ use crate::common::memory::{KIB, MIB};
 use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Copies as _, DeviceId, DevicePtr, Devices as _, HostMemory as _, HostPtr, Memory as _};
+use warpool::memory::host::HostStats;
+use warpool::memory::report::{Action, BlockState, Frame, HistoryOptions, Snapshot, SnapshotOptions, StackLevel, Stat};
 use warpool::memory::{
-    Action, Allocate as _, BlockState, CachingAllocator, DeviceAllocator, Frame, HistoryOptions, HostAllocator,
-    HostBlock, HostStats, PinnedSettings, Settings, Snapshot, SnapshotOptions, StackLevel, Stat,
+    Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, HostBlock, PinnedSettings, Settings,
 };
 use warpool::{Instance, Stream};
 

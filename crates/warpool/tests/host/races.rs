@@ -11,9 +11,8 @@ use warpool::driver::decorate::{Arguments, Hook, Hooked, Outcome};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Copies as _, Driver, ForeignStream, Memory as _, StreamOptions, Streams as _};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{
-    Action, CachingAllocator, DeviceAllocator, HistoryOptions, HostAllocator, PinnedSettings, Settings, Snapshot,
-};
+use warpool::memory::report::{Action, HistoryOptions, Snapshot};
+use warpool::memory::{CachingAllocator, DeviceAllocator, HostAllocator, PinnedSettings, Settings};
 use warpool::{Instance, Stream};
 
 const MIB: u64 = 1 << 20;

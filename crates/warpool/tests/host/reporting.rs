@@ -2,7 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
-use warpool::memory::{Action, BlockState, Frame, HistoryOptions, HostStats, SegmentKind, Stack, StackLevel, Stat};
+use warpool::memory::host::HostStats;
+use warpool::memory::report::{Action, BlockState, Frame, HistoryOptions, SegmentKind, Stack, StackLevel, Stat};
 
 use super::context::{KIB, MIB, TestContext};
 
@@ -198,7 +199,7 @@ fn a_snapshot_has_all_segments_and_blocks() {
     );
     let segments = context.segments();
     assert!(segments.is_sorted_by_key(|segment| segment.address));
-    let sum = |of: fn(&warpool::memory::SegmentInfo) -> u64| segments.iter().map(of).sum::<u64>();
+    let sum = |of: fn(&warpool::memory::report::SegmentInfo) -> u64| segments.iter().map(of).sum::<u64>();
     assert_eq!(sum(|segment| segment.total_size), context.stats().allocated_bytes.current);
     assert_eq!(sum(|segment| segment.active_size), context.stats().active_bytes.current);
     assert_eq!((sum(|segment| segment.allocated_size), sum(|segment| segment.requested_size)), (KIB, 1000 + 3 * MIB));

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, Copies as _, DevicePtr, HostPtr, Memory as _};
-use warpool::memory::{HostAllocator, HostBlock, PinnedSettings, Snapshot};
+use warpool::memory::report::Snapshot;
+use warpool::memory::{HostAllocator, HostBlock, PinnedSettings};
 use warpool::{Instance, Stream, StreamLease};
 
 const KIB: u64 = 1 << 10;
@@ -246,7 +247,7 @@ fn trim_leaves_only_the_blocks_of_a_paused_stream() {
     let mut snapshot = Snapshot::default();
     context.host.add_to(&mut snapshot);
     let segments = snapshot.host_segments.unwrap();
-    let has = |segment: &warpool::memory::SegmentInfo| {
+    let has = |segment: &warpool::memory::report::SegmentInfo| {
         segment.address <= range.0.0 && range.0.0 + range.1 <= segment.address + segment.total_size
     };
     assert!(segments.iter().any(has), "the block's segment stays pinned");

@@ -3,7 +3,8 @@
 use warpool::Stream;
 use warpool::driver::sim::{HazardKind, SimConfig};
 use warpool::driver::{Call, Copies as _, ForeignStream, StreamOptions, Streams as _};
-use warpool::memory::{BlockState, HostBlock};
+use warpool::memory::HostBlock;
+use warpool::memory::report::BlockState;
 
 use super::context::{KIB, MIB, TestContext};
 

@@ -6,7 +6,8 @@ use warpool::blas::BlasHandle;
 use warpool::driver::sim::{HazardKind, LibraryCall};
 use warpool::driver::{CaptureMode, Captures as _, DevicePtr, Graphs as _, Pattern};
 use warpool::graph::{CaptureOptions, Flag, Graph, GraphError, GraphOptions};
-use warpool::memory::{BlockState, MemPoolId, SnapshotOptions};
+use warpool::memory::MemPoolId;
+use warpool::memory::report::{BlockState, SnapshotOptions};
 use warpool::{Error, Result};
 
 fn graph(fixture: &BlasFixture) -> Graph {

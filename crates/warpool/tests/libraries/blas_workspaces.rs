@@ -10,10 +10,9 @@ use crate::common::memory::{FIRST, KIB, MIB};
 use warpool::blas::{Blas, BlasHandle, BlasSettings};
 use warpool::driver::sim::{LibraryCall, SimConfig, SimDriver};
 use warpool::driver::{DevicePtr, Pattern};
-use warpool::memory::{
-    Action, Allocate as _, CachingAllocator, DeviceAllocator, DriverPoolAllocator, HistoryOptions, MemPool,
-    PoolOptions, Settings, SnapshotOptions, Stat,
-};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::report::{Action, HistoryOptions, SnapshotOptions, Stat};
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPool, Settings};
 use warpool::{Error, Instance};
 
 /// Mirrors test_cublas_workspace_explicit_allocation.
@@ -317,13 +316,13 @@ fn a_history_shows_workspaces_by_name() {
     let fixture = BlasFixture::new();
     let stream = fixture.stream();
     fixture.allocator.record_history(Some(HistoryOptions::default())).unwrap();
-    warpool::memory::set_user_metadata("mine");
+    warpool::memory::report::set_user_metadata("mine");
     drop(fixture.allocator.allocate(MIB, &stream).unwrap());
     drop(fixture.blas.handle_on(&stream).unwrap());
     fixture.blas.clear_workspaces();
     let snapshot = fixture.allocator.snapshot(SnapshotOptions::default()).unwrap();
     let marked = |text: &str, action: Action| {
-        let is = |entry: &&warpool::memory::TraceEntry| {
+        let is = |entry: &&warpool::memory::report::TraceEntry| {
             entry.action == action && entry.user_metadata.is_some_and(|id| snapshot.texts.get(id) == text)
         };
         snapshot.traces[0].iter().filter(is).count()
@@ -332,7 +331,7 @@ fn a_history_shows_workspaces_by_name() {
         assert_eq!(marked(text, Action::Alloc), times, "{text}");
         assert_eq!(marked(text, Action::FreeRequested), times, "{text}");
     }
-    warpool::memory::set_user_metadata("");
+    warpool::memory::report::set_user_metadata("");
     fixture.finish();
 }
 

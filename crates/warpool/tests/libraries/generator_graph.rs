@@ -294,7 +294,7 @@ fn a_slot_is_not_reused_before_replays_are_done() {
         graph.replay(&other).unwrap();
         drop(graph);
         // A request from the same pool, for a stream that is not ordered with the replay.
-        let request = warpool::memory::Request::new(FIRST, stream.id(), 16);
+        let request = warpool::memory::raw::Request::new(FIRST, stream.id(), 16);
         let request = pool.map_or(request, |pool| request.in_pool(pool.id()));
         let given: Vec<_> = (0..8).map(|_| context.allocator.allocate_raw(request).unwrap()).collect();
         given.iter().for_each(|&block| context.fill(block, 0xFF, &stream));

@@ -5,7 +5,10 @@ use warpool::driver::{
     Call, CaptureMode, CaptureState, Captures, ErrorCode, EventOptions, EventScope, Events, ForeignStream, Graphs,
     InstantiateOptions, StreamId, StreamOptions, Streams,
 };
-use warpool::memory::{DeviceAllocator, HistoryOptions, MemPoolId, Request, Route};
+use warpool::memory::pools::Route;
+use warpool::memory::raw::Request;
+use warpool::memory::report::HistoryOptions;
+use warpool::memory::{DeviceAllocator, MemPoolId};
 use warpool::{Error, Stream};
 
 /// A pool for a graph, and a capture on `stream` that is routed to it.

@@ -6,10 +6,10 @@ use std::thread;
 use crate::common::memory::{FIRST, KIB, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::DevicePtr;
-use warpool::memory::{
-    Allocate as _, Allocation, BlockState, CachingAllocator, Checkpoints as _, DeviceAllocator, DeviceBlock, MemPool,
-    MemPoolId, PoolOptions, PrivatePools as _, Request, Restored, Settings,
-};
+use warpool::memory::pools::{Checkpoints as _, PoolOptions, PrivatePools as _, Restored};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::BlockState;
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, Settings};
 
 /// The address, size and state of every block of a pool.
 fn layout(context: &TestContext, pool: MemPoolId) -> Vec<(u64, u64, BlockState)> {

@@ -5,9 +5,10 @@ use crate::common::memory::{FIRST, GIB, KIB, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::sim::SimConfig;
 use warpool::driver::{Call, DeviceId, DevicePtr};
-use warpool::memory::{
-    Allocation, BlockState, Checkpoints as _, DeviceAllocator, MemPoolId, Request, SegmentKind, Settings,
-};
+use warpool::memory::pools::Checkpoints as _;
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{BlockState, SegmentKind};
+use warpool::memory::{DeviceAllocator, MemPoolId, Settings};
 
 /// TestCuda.test_memory_allocation.
 #[test]

@@ -11,9 +11,10 @@ use warpool::driver::{
     Call, CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, ErrorCode, Graphs as _, InstantiateOptions,
 };
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, HistoryOptions, MemPoolId, Request, Route, Settings, StackLevel,
-};
+use warpool::memory::pools::Route;
+use warpool::memory::raw::Request;
+use warpool::memory::report::{HistoryOptions, StackLevel};
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
 use warpool::{Error, Instance};
 
 const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];

@@ -3,7 +3,8 @@
 use crate::common::memory::{FIRST, KIB, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::{Call, DevicePtr};
-use warpool::memory::{Allocation, DeviceAllocator, Request};
+use warpool::memory::DeviceAllocator;
+use warpool::memory::raw::{Allocation, Request};
 
 fn at(context: &TestContext, ptr: u64, bytes: u64) -> warpool::Result<Allocation> {
     let outcome = context.allocator.allocate_at(Request::new(FIRST, context.main.id(), bytes), DevicePtr(ptr));

@@ -3,7 +3,9 @@
 use crate::common::memory::{FIRST, GIB, MIB, TestContext};
 use warpool::driver::sim::SimConfig;
 use warpool::driver::{Copies, DeviceId, DevicePtr, Pattern};
-use warpool::memory::{Action, Allocation, BlockState, DeviceAllocator, HistoryOptions, Request, SnapshotOptions};
+use warpool::memory::DeviceAllocator;
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{Action, BlockState, HistoryOptions, SnapshotOptions};
 
 const ON: &str = "expandable_segments:True";
 

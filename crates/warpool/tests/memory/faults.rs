@@ -12,10 +12,10 @@ use warpool::driver::{
     Call, CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, ErrorCode, Graphs as _, Pattern,
     Streams as _,
 };
-use warpool::memory::{
-    Allocate as _, CachingAllocator, Checkpoints as _, DeviceAllocator, DeviceBlock, MemPoolId, PoolOptions,
-    PrivatePools, Request, Route, Settings, SnapshotOptions,
-};
+use warpool::memory::pools::{Checkpoints as _, PoolOptions, PrivatePools, Route};
+use warpool::memory::raw::Request;
+use warpool::memory::report::SnapshotOptions;
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, Settings};
 use warpool::{Error, Instance, Result, Stream, StreamLease};
 
 use crate::common::launch::launch_graph;

@@ -7,7 +7,9 @@ use std::thread::ThreadId;
 use crate::common::memory::{FIRST, MIB, TestContext};
 use warpool::Stream;
 use warpool::driver::{Copies as _, Pattern, StreamId, StreamOptions, Streams as _};
-use warpool::memory::{DeviceAllocator, MemPool, PoolOptions, Request, Route};
+use warpool::memory::pools::{PoolOptions, Route};
+use warpool::memory::raw::Request;
+use warpool::memory::{DeviceAllocator, MemPool};
 
 /// `count` streams, none of them shared.
 fn streams(context: &TestContext, count: usize) -> Vec<StreamId> {

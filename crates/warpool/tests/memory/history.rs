@@ -7,10 +7,12 @@ use crate::common::memory::{FIRST, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::sim::SimConfig;
 use warpool::driver::{DeviceId, DevicePtr};
-use warpool::memory::{
-    Action, BlockState, DeviceAllocator, Frame, HistoryOptions, MemPoolId, Request, SegmentKind, Snapshot,
-    SnapshotOptions, Stack, StackLevel, pop_compile_context, push_compile_context, set_user_metadata,
+use warpool::memory::raw::Request;
+use warpool::memory::report::{
+    Action, BlockState, Frame, HistoryOptions, SegmentKind, Snapshot, SnapshotOptions, Stack, StackLevel,
+    pop_compile_context, push_compile_context, set_user_metadata,
 };
+use warpool::memory::{DeviceAllocator, MemPoolId};
 
 fn snapshot(context: &TestContext) -> Snapshot {
     context.allocator.snapshot(SnapshotOptions::default()).unwrap()
@@ -59,7 +61,7 @@ fn a_snapshot_sums_up_to_the_statistics() {
         context.alloc_on(&side, 5_000_000);
         context.free_all([kept[1], kept[3]]);
         let (snapshot, stats) = (snapshot(&context), context.stats());
-        let sum = |of: fn(&warpool::memory::SegmentInfo) -> u64| snapshot.segments.iter().map(of).sum::<u64>();
+        let sum = |of: fn(&warpool::memory::report::SegmentInfo) -> u64| snapshot.segments.iter().map(of).sum::<u64>();
         assert_eq!(sum(|segment| segment.total_size), stats.reserved_bytes.all.current);
         assert_eq!(sum(|segment| segment.allocated_size), stats.allocated_bytes.all.current);
         assert_eq!(sum(|segment| segment.active_size), stats.active_bytes.all.current);
@@ -203,7 +205,7 @@ fn trackers_see_skipped_actions() {
     record(&context, HistoryOptions::default().skipping(&["alloc"]).unwrap());
     let seen = Arc::new(AtomicU32::new(0));
     let count = seen.clone();
-    let tracker = Arc::new(move |_, _: &warpool::memory::HistoryEntry| {
+    let tracker = Arc::new(move |_, _: &warpool::memory::report::HistoryEntry| {
         count.fetch_add(1, Ordering::Relaxed);
     });
     context.allocator.observers().attach_tracker(&[Action::Alloc], tracker);

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{DeviceId, Pattern};
+use warpool::memory::pools::{PoolCheckpoint, PoolOptions};
 use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPool, PagedAllocator, PoolCheckpoint,
-    PoolOptions, Settings,
+    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, MemPool, PagedAllocator, Settings,
 };
 use warpool::{Error, Instance, Stream};
 

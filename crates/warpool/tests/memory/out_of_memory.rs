@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex};
 use crate::common::memory::{FIRST, GIB, MIB, TestContext};
 use warpool::Error;
 use warpool::driver::Call;
-use warpool::memory::{
-    Action, Allocation, DeviceAllocator, HistoryOptions, OomCause, OomReport, PoolOptions, Request, SnapshotOptions,
-};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{Action, HistoryOptions, SnapshotOptions};
+use warpool::memory::{DeviceAllocator, OomCause, OomReport};
 
 /// TestCuda.test_out_of_memory, and TestCudaAllocator.test_raises_oom with and without max_split_size.
 #[test]

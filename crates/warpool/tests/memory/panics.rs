@@ -11,10 +11,10 @@ use crate::common::panics::{Bomb, Run, Subject, TickingDrop, every_call_panics_o
 use warpool::Result;
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{DeviceId, DevicePtr, Memory as _, StreamId};
-use warpool::memory::{
-    Action, Allocate as _, Checkpoints as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PoolOptions,
-    PrivatePools as _, Request, Upstream,
-};
+use warpool::memory::pools::{Checkpoints as _, PoolOptions, PrivatePools as _, Upstream};
+use warpool::memory::raw::Request;
+use warpool::memory::report::Action;
+use warpool::memory::{Allocate as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId};
 
 /// Ticks before each call and when it is dropped.
 struct TickingUpstream {
@@ -51,7 +51,7 @@ fn caching_subject(settings: &str, upstream: bool, bomb: &Arc<Bomb>) -> Subject 
         if let Some(block) = block {
             let ptr = block.ptr();
             run.step("a name", || more.annotate(ptr, "weights").unwrap());
-            assert_eq!(warpool::memory::user_metadata(), None, "the thread's metadata is restored");
+            assert_eq!(warpool::memory::report::user_metadata(), None, "the thread's metadata is restored");
             run.step("a free", || block.free().unwrap());
             let request = Request::new(FIRST, main.id(), MIB + 1);
             let exact = run.step("an exact allocation", || more.allocate_at(request, ptr));

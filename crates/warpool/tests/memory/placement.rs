@@ -6,9 +6,9 @@ use std::sync::Arc;
 use warpool::Instance;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{DeviceId, DevicePtr};
-use warpool::memory::{
-    Allocation, BlockState, CachingAllocator, DeviceAllocator, MemPoolId, Request, Settings, SnapshotOptions,
-};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{BlockState, SnapshotOptions};
+use warpool::memory::{CachingAllocator, DeviceAllocator, MemPoolId, Settings};
 
 use crate::common::sizes::{bytes, short};
 

@@ -9,9 +9,9 @@ use std::thread;
 use crate::common::memory::{FIRST, GIB, MIB, TestContext};
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{Call, DeviceId, DevicePtr, Memory, StreamId};
-use warpool::memory::{
-    Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, OomCause, PoolOptions, Request, Route, Upstream,
-};
+use warpool::memory::pools::{PoolOptions, Route, Upstream};
+use warpool::memory::raw::Request;
+use warpool::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, OomCause};
 use warpool::{Error, Result};
 
 /// An upstream that counts its calls, with a limited amount of memory.

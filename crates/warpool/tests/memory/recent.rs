@@ -6,7 +6,10 @@ use crate::common::memory::{FIRST, GIB, KIB, MIB, TestContext};
 use crate::common::rng::Rng;
 use warpool::Error;
 use warpool::driver::{DevicePtr, StreamId};
-use warpool::memory::{Allocation, BlockState, DeviceAllocator, MemPoolId, PoolOptions, Request, SegmentInfo};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{BlockState, SegmentInfo};
+use warpool::memory::{DeviceAllocator, MemPoolId};
 
 #[test]
 fn repeated_pairs_leave_addresses_and_statistics_as_they_are() {

@@ -9,10 +9,10 @@ use std::thread;
 use crate::common::memory::{FIRST, MIB, TestContext};
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{Call, DeviceId, DevicePtr, Memory, StreamId};
-use warpool::memory::{
-    Action, Allocate, DeviceAllocator, DeviceBlock, HistoryOptions, MemPool, MemPoolId, PoolOptions, Request, Route,
-    StackLevel, Upstream,
-};
+use warpool::memory::pools::{PoolOptions, Route, Upstream};
+use warpool::memory::raw::Request;
+use warpool::memory::report::{Action, HistoryOptions, StackLevel};
+use warpool::memory::{Allocate, DeviceAllocator, DeviceBlock, MemPool, MemPoolId};
 use warpool::{Error, Result};
 
 /// An upstream that runs a closure whenever a segment is freed, and that owns something.

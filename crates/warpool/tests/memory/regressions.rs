@@ -7,7 +7,8 @@ use warpool::driver::{
     CaptureMode, CaptureState, Captures as _, Copies as _, DeviceId, GraphExecId, Graphs as _, InstantiateOptions,
     Pattern,
 };
-use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, PrivatePools, Route, Settings};
+use warpool::memory::pools::{PrivatePools, Route};
+use warpool::memory::{Allocate as _, CachingAllocator, DeviceAllocator, MemPoolId, Settings};
 use warpool::{Instance, Stream, StreamLease};
 
 const ZERO: DeviceId = DeviceId(0);

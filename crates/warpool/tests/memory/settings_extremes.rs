@@ -6,7 +6,9 @@ use std::sync::Arc;
 use crate::common::memory::{FIRST, GIB, MIB};
 use warpool::Instance;
 use warpool::driver::sim::{SimConfig, SimDriver};
-use warpool::memory::{CachingAllocator, DeviceAllocator, HostAllocator, MemPoolId, Request, Reserve, Settings};
+use warpool::memory::raw::Request;
+use warpool::memory::settings::Reserve;
+use warpool::memory::{CachingAllocator, DeviceAllocator, HostAllocator, MemPoolId, Settings};
 
 /// Requests of all sizes, frees and a trim; and some pinned memory.
 fn exercise(settings: &Settings, about: &str) {

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use crate::common::memory::{FIRST, GIB, KIB, MIB, TestContext};
 use crate::common::rng::Rng;
 use warpool::driver::{Call, DevicePtr};
-use warpool::memory::{
-    Action, Allocation, DeviceAllocator, HistoryOptions, MemPoolId, PoolOptions, Request, SnapshotOptions, StatByKind,
-};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{Action, HistoryOptions, SnapshotOptions, StatByKind};
+use warpool::memory::{DeviceAllocator, MemPoolId};
 
 /// The names of `torch.cuda.memory_stats`.
 #[test]

@@ -4,7 +4,9 @@ use crate::common::memory::{FIRST, GIB, MIB, TestContext};
 use warpool::Stream;
 use warpool::driver::sim::{HazardKind, SimConfig};
 use warpool::driver::{Call, DeviceId, Devices, StreamId, StreamOptions, Streams};
-use warpool::memory::{Action, Allocate, Allocation, BlockState, DeviceAllocator, HistoryOptions, SnapshotOptions};
+use warpool::memory::raw::Allocation;
+use warpool::memory::report::{Action, BlockState, HistoryOptions, SnapshotOptions};
+use warpool::memory::{Allocate, DeviceAllocator};
 
 /// Enqueues a fill on each stream, after the work of the block's own stream, records the use, and frees the block.
 fn use_and_free(context: &TestContext, block: Allocation, streams: &[&Stream]) {

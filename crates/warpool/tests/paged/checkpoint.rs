@@ -2,10 +2,10 @@
 //! (`memory/checkpoint.rs`).
 
 use warpool::driver::DevicePtr;
-use warpool::memory::{
-    Allocation, BlockState, CachingAllocator, Checkpoints as _, DeviceAllocator as _, MemPoolId, PoolCheckpoint,
-    PoolOptions, PrivatePools as _, Request, Settings, SnapshotOptions,
-};
+use warpool::memory::pools::{Checkpoints as _, PoolCheckpoint, PoolOptions, PrivatePools as _};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{BlockState, SnapshotOptions};
+use warpool::memory::{CachingAllocator, DeviceAllocator as _, MemPoolId, Settings};
 use warpool::{Error, Stream};
 use warpool_testing::{Rng, seeds};
 

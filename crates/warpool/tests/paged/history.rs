@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 
 use warpool::Error;
 use warpool::driver::DevicePtr;
-use warpool::memory::{
-    Action, DeviceAllocator as _, HistoryOptions, MemPoolId, Request, SnapshotOptions, set_user_metadata,
-};
+use warpool::memory::raw::Request;
+use warpool::memory::report::{Action, HistoryOptions, SnapshotOptions, set_user_metadata};
+use warpool::memory::{DeviceAllocator as _, MemPoolId};
 use warpool_testing::{Rng, seeds};
 
 use crate::{DEVICE, MIB, Machine};
@@ -66,7 +66,7 @@ fn the_short_way_writes_the_same_entries() {
                     set_user_metadata(if step % 800 == 0 { "even" } else { "" });
                 }
                 if !live.is_empty() && (rng.below(100) < 48 || live.len() > 60) {
-                    let block: warpool::memory::Allocation = live.swap_remove(rng.below(live.len()));
+                    let block: warpool::memory::raw::Allocation = live.swap_remove(rng.below(live.len()));
                     if !machine.allocator.free_cached(DEVICE, block.ptr) {
                         machine.allocator.free_raw(block.ptr).unwrap();
                     }

@@ -17,10 +17,10 @@ use std::sync::Arc;
 
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Copies as _, DeviceId, Driver, Pattern};
-use warpool::memory::{
-    Allocate as _, Backend, Checkpoints as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PagedAllocator,
-    PoolOptions, Settings, SnapshotOptions,
-};
+use warpool::memory::pools::{Checkpoints as _, PoolOptions};
+use warpool::memory::report::SnapshotOptions;
+use warpool::memory::settings::Backend;
+use warpool::memory::{Allocate as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, PagedAllocator, Settings};
 use warpool::{Device, Error, Instance, Stream};
 
 const MIB: u64 = 1 << 20;

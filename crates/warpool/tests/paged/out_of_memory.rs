@@ -1,6 +1,8 @@
 //! The out-of-memory report of the paged allocator: live, free but mapped, spare, waiting for streams, and fixed.
 
-use warpool::memory::{DeviceAllocator as _, MemPool, OomCause, OomReport, PageShortage, PoolOptions};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::report::PageShortage;
+use warpool::memory::{DeviceAllocator as _, MemPool, OomCause, OomReport};
 use warpool::{Error, Stream};
 
 use crate::{DEVICE, MIB, Machine};

@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{DeviceId, DevicePtr, Streams as _};
-use warpool::memory::{
-    Allocation, BlockState, DeviceAllocator, MemPoolId, PagedAllocator, Request, SegmentInfo, Settings, SnapshotOptions,
-};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{BlockState, SegmentInfo, SnapshotOptions};
+use warpool::memory::{DeviceAllocator, MemPoolId, PagedAllocator, Settings};
 use warpool::{Device, Instance, Stream};
 
 use crate::sizes::{bytes, short};

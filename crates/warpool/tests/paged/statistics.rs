@@ -1,6 +1,8 @@
 //! Statistics by PyTorch's names: they agree with snapshots, and reading them changes nothing.
 
-use warpool::memory::{Allocate as _, BlockState, DeviceAllocator, MemPool, PoolOptions, SnapshotOptions, StatByKind};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::report::{BlockState, SnapshotOptions, StatByKind};
+use warpool::memory::{Allocate as _, DeviceAllocator, MemPool};
 use warpool_testing::{Rng, seeds};
 
 use crate::{DEVICE, MIB, Machine};

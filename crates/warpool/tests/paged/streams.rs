@@ -8,7 +8,8 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{
     Call, Copies as _, DeviceId, Devices as _, ForeignStream, Pattern, StreamId, StreamOptions, Streams as _,
 };
-use warpool::memory::{Allocate as _, DeviceAllocator, PagedAllocator, Request, Settings};
+use warpool::memory::raw::Request;
+use warpool::memory::{Allocate as _, DeviceAllocator, PagedAllocator, Settings};
 use warpool::{Device, Instance, Stream};
 use warpool_testing::Rng;
 

@@ -6,10 +6,9 @@ use std::sync::{Arc, Mutex};
 
 use warpool::driver::sim::SimDriver;
 use warpool::driver::{DeviceId, DevicePtr, Memory as _, StreamId};
-use warpool::memory::{
-    Allocate as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, OomCause, PoolOptions, SegmentInfo,
-    SnapshotOptions, Upstream,
-};
+use warpool::memory::pools::{PoolOptions, Upstream};
+use warpool::memory::report::{SegmentInfo, SnapshotOptions};
+use warpool::memory::{Allocate as _, DeviceAllocator, DeviceBlock, MemPool, MemPoolId, OomCause};
 use warpool::{Error, Result, Stream};
 use warpool_testing::{Rng, seeds};
 

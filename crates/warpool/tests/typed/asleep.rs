@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use warpool::driver::{Call, Pattern};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
-use warpool::memory::{Allocate, Keep, Tags};
+use warpool::memory::sleep::Keep;
+use warpool::memory::{Allocate, Tags};
 use warpool::{DeviceVec, Error, Result};
 
 use crate::fixture::Fixture;

@@ -2,7 +2,8 @@
 
 use warpool::driver::sim::HazardKind;
 use warpool::driver::{Copies, DevicePtr, Pattern};
-use warpool::memory::{Allocate, SnapshotOptions};
+use warpool::memory::Allocate;
+use warpool::memory::report::SnapshotOptions;
 use warpool::typed::{Kernel, PointerMut};
 use warpool::{DeviceVec, Result};
 

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use warpool::blas::{Blas, BlasSettings};
 use warpool::graph::{CaptureOptions, Graph, GraphOptions, Step};
-use warpool::memory::{
-    CachingAllocator, DeviceAllocator, Limited, MemPool, PoolOptions, Settings, SharedAllocator, Tags, Traced,
-};
+use warpool::memory::decorate::{Limited, Traced};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::{CachingAllocator, DeviceAllocator, MemPool, Settings, SharedAllocator, Tags};
 use warpool::typed::BufferError;
 use warpool::{DeviceVec, Error, PinnedVec, Result, Stream};
 

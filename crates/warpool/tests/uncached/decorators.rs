@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex};
 use warpool::driver::DeviceId;
 use warpool::driver::sim::SimDriver;
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::decorate::{AllocatorCall, FreeCall, Limited, Traced};
+use warpool::memory::raw::Request;
 use warpool::memory::{
-    Allocate, AllocatorCall, CachingAllocator, DeviceAllocator, DeviceBlock, FreeCall, Limited, MemPoolId, OomCause,
-    OomReport, Request, Settings, Traced,
+    Allocate, CachingAllocator, DeviceAllocator, DeviceBlock, MemPoolId, OomCause, OomReport, Settings,
 };
 use warpool::{Error, Instance, Result, Stream};
 

@@ -9,10 +9,9 @@ use warpool::driver::{
     Call, CaptureMode, DeviceId, Driver, ErrorCode, GraphExecId, InstantiateOptions, NodeKind, Pattern, PoolAttribute,
     StreamOptions,
 };
-use warpool::memory::{
-    Action, Allocation, DeviceAllocator, DriverPoolAllocator, HistoryOptions, MemPoolId, Request, Settings,
-    SnapshotOptions,
-};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{Action, HistoryOptions, SnapshotOptions};
+use warpool::memory::{DeviceAllocator, DriverPoolAllocator, MemPoolId, Settings};
 use warpool::{Error, Instance, Stream};
 
 const DEVICE: DeviceId = DeviceId(0);

@@ -9,9 +9,10 @@ use warpool::driver::{
     Call, CaptureMode, Captures as _, Copies as _, Devices as _, ErrorCode, ForeignStream, Graphs as _, Memory as _,
     Pattern, StreamId, StreamOptions, Streams as _,
 };
+use warpool::memory::external::FnAllocator;
 use warpool::memory::{
-    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, FnAllocator, HostAllocator,
-    MemPoolId, PagedAllocator, PinnedSettings, PluggableAllocator, Settings,
+    Allocate as _, CachingAllocator, DeviceAllocator, DeviceBlock, DriverPoolAllocator, HostAllocator, MemPoolId,
+    PagedAllocator, PinnedSettings, PluggableAllocator, Settings,
 };
 use warpool::{Instance, Stream};
 

@@ -7,9 +7,9 @@ use crate::common::panics::{Bomb, Subject, every_call_panics_once};
 use warpool::Instance;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{DeviceId, Memory as _};
-use warpool::memory::{
-    DeviceAllocator, DriverPoolAllocator, FnAllocator, PluggableAllocator, PoolOptions, PrivatePools as _,
-};
+use warpool::memory::external::FnAllocator;
+use warpool::memory::pools::{PoolOptions, PrivatePools as _};
+use warpool::memory::{DeviceAllocator, DriverPoolAllocator, PluggableAllocator};
 
 const MIB: u64 = 1 << 20;
 

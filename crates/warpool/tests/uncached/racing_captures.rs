@@ -10,9 +10,11 @@ use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{Call, CaptureMode, DeviceId};
 use warpool::generator::Generator;
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::pools::{Checkpoints as _, PoolOptions, PrivatePools as _};
+use warpool::memory::raw::Request;
 use warpool::memory::{
-    Allocate as _, CachingAllocator, Checkpoints as _, DeviceAllocator, DriverPoolAllocator, HostAllocator, MemPoolId,
-    PagedAllocator, PinnedSettings, PluggableAllocator, PoolOptions, PrivatePools as _, Request, Settings,
+    Allocate as _, CachingAllocator, DeviceAllocator, DriverPoolAllocator, HostAllocator, MemPoolId, PagedAllocator,
+    PinnedSettings, PluggableAllocator, Settings,
 };
 use warpool::{Device, Instance, Result, Stream};
 

@@ -7,8 +7,10 @@ use std::thread;
 use warpool::driver::decorate::{Arguments, Hook, Hooked, Outcome};
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{self, Call, DeviceId, Driver};
+use warpool::memory::raw::Request;
+use warpool::memory::sleep::Keep;
 use warpool::memory::{
-    CachingAllocator, DeviceAllocator, HostAllocator, Keep, PagedAllocator, PinnedSettings, Request, Settings, Tags,
+    CachingAllocator, DeviceAllocator, HostAllocator, PagedAllocator, PinnedSettings, Settings, Tags,
 };
 use warpool::{Instance, Result};
 

@@ -1,6 +1,8 @@
 //! Device memory beside idle streams, pending frees, scopes and blocks.
 
-use warpool::memory::{Checkpoints as _, DeviceAllocator, MemPool, PoolOptions, Request, Route};
+use warpool::memory::pools::{Checkpoints as _, PoolOptions, Route};
+use warpool::memory::raw::Request;
+use warpool::memory::{DeviceAllocator, MemPool};
 
 use super::clock::timed;
 use super::simulated::{DEVICE, Gpu, touched_memory};

@@ -6,7 +6,8 @@ use std::sync::Barrier;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-use warpool::memory::{DeviceAllocator, PagedAllocator, Request, Settings};
+use warpool::memory::raw::Request;
+use warpool::memory::{DeviceAllocator, PagedAllocator, Settings};
 use warpool_driver::{StreamId, Streams as _};
 
 use super::clock::{ThreadTime, timed};

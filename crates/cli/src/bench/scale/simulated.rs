@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use warpool::memory::{CachingAllocator, DeviceAllocator, Request, Settings};
+use warpool::memory::raw::Request;
+use warpool::memory::{CachingAllocator, DeviceAllocator, Settings};
 use warpool::{Device, Instance};
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::{DeviceId, Memory as _, StreamId, StreamOptions, Streams as _};

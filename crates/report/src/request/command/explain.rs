@@ -2,7 +2,7 @@
 //! the command prints for people.
 
 use serde_json::{Value, json};
-use warpool::memory::Snapshot;
+use warpool::memory::report::Snapshot;
 use warpool_trace::RecordingFormat;
 use warpool_trace::explain::{ExplainOptions, Explanation, Frameworks, MomentChoice, explain};
 use warpool_trace::ranks::{Ranks, Summary, explain_and_summarize};

@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use warpool::driver::sim::SimDevice;
-use warpool::memory::{Backend, Frame, Settings, Stack, Stats};
+use warpool::memory::Settings;
+use warpool::memory::report::{Frame, Stack, Stats};
+use warpool::memory::settings::Backend;
 use warpool_trace::cards::Card;
 use warpool_trace::replay::AllocatorChoice;
 use warpool_trace::requests::{Conditions, OutOfMemory, Outcome, Placed, Requests};

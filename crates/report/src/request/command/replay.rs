@@ -2,7 +2,8 @@
 
 use crate::replay::{Reading, object, segment_totals, segments_object};
 use serde_json::{Value, json};
-use warpool::memory::{Backend, Settings, SettingsError, lint};
+use warpool::memory::Settings;
+use warpool::memory::settings::{Backend, SettingsError, lint};
 use warpool_trace::RecordingFormat;
 use warpool_trace::replay::{AllocatorChoice, ReplayError, ReplayOptions, replay_devices};
 

@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use warpool::memory::{MemPoolId, PoolOptions, PrivatePools, Upstream};
+use warpool::memory::MemPoolId;
+use warpool::memory::pools::{PoolOptions, PrivatePools, Upstream};
 use warpool_driver::DeviceId;
 
 use crate::error::{Error, Result};

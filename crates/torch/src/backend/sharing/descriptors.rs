@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
-use warpool::memory::MappedPart;
+use warpool::memory::raw::MappedPart;
 use warpool_driver::{DevicePtr, Driver, PhysicalId};
 
 use super::handle::DescriptorHandle;

@@ -13,7 +13,8 @@ mod server;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use warpool::memory::{MappedPart, Observers};
+use warpool::memory::raw::MappedPart;
+use warpool::memory::report::Observers;
 use warpool_driver::{DeviceId, DevicePtr, Driver, ErrorCode};
 
 use self::descriptors::{KeptDescriptors, OtherProcess};

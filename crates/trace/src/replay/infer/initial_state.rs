@@ -1,7 +1,7 @@
 //! The state before the first event. A history that starts late leaves out what was allocated before it; that state is
 //! found by undoing every event, the last first, from the segments of the snapshot.
 
-use warpool::memory::{Action, BlockState};
+use warpool::memory::report::{Action, BlockState};
 
 use super::heap::RecordedHeap;
 use super::rules::RecordedRules;

@@ -3,7 +3,7 @@
 //! limit was reached. In the last case one limit must explain all releases: no request that succeeded was above it, and
 //! every request that failed was.
 
-use warpool::memory::SegmentKind;
+use warpool::memory::report::SegmentKind;
 
 use super::heap::SegmentId;
 use super::observe::{DriverAllocation, NextRequest, Observations, Release};

@@ -11,7 +11,8 @@ mod rules;
 mod split_releases;
 pub(super) mod toggles;
 
-use warpool::memory::{Action, Settings, TraceEntry};
+use warpool::memory::Settings;
+use warpool::memory::report::{Action, TraceEntry};
 
 pub(super) use heap::{RecordedHeap, RecordedSegment, SegmentId};
 pub(super) use initial_state::InitialState;

@@ -3,7 +3,8 @@
 //! `limit.rs` do that.
 
 use rustc_hash::FxHashSet;
-use warpool::memory::{Action, MemPoolId, SegmentKind, SizeRules, TraceEntry};
+use warpool::memory::report::{Action, SegmentKind, TraceEntry};
+use warpool::memory::{MemPoolId, SizeRules};
 
 use super::heap::{RecordedHeap, RecordedSegment, SegmentId};
 use super::rules::RecordedRules;

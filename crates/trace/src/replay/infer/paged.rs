@@ -5,7 +5,8 @@
 //! requests reclaimed, the progress of streams when pages were reclaimed (a page is unmapped only after its stream has
 //! passed), and the actions of other threads in between. Recordings in which these mattered do not replay exactly.
 
-use warpool::memory::{Action, Settings, TraceEntry};
+use warpool::memory::Settings;
+use warpool::memory::report::{Action, TraceEntry};
 
 use super::limit::{LimitBounds, ReleaseCause, RetryBounds};
 use super::{DEFAULT_POOL, Inference, InferredPools, InferredRelease, PoolIndex};

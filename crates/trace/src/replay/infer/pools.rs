@@ -207,7 +207,7 @@ impl InferredPools {
 
 #[cfg(test)]
 mod tests {
-    use warpool::memory::SegmentKind;
+    use warpool::memory::report::SegmentKind;
 
     use super::super::heap::RecordedSegment;
     use super::*;

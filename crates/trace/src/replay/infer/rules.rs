@@ -1,6 +1,7 @@
 //! The rules of the recorded allocator, as its settings define them. The size rules are those of the caching allocator.
 
-use warpool::memory::{FreeBlockOrder, Settings, SizeRules};
+use warpool::memory::settings::FreeBlockOrder;
+use warpool::memory::{Settings, SizeRules};
 
 pub(in crate::replay) const MIB: u64 = 1 << 20;
 

@@ -69,7 +69,7 @@ fn split(
 
 #[cfg(test)]
 mod tests {
-    use warpool::memory::SegmentKind;
+    use warpool::memory::report::SegmentKind;
 
     use super::*;
 

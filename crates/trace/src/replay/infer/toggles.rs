@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeMap, BinaryHeap};
 
-use warpool::memory::{Action, TraceEntry};
+use warpool::memory::report::{Action, TraceEntry};
 
 use crate::replay::recording::{DeviceRecording, allocates_segment};
 

@@ -9,7 +9,7 @@ mod paused_streams;
 use std::collections::BTreeSet;
 
 use rustc_hash::FxHashMap;
-use warpool::memory::{Action, BlockState, TraceEntry};
+use warpool::memory::report::{Action, BlockState, TraceEntry};
 
 pub(super) use paused_streams::PausedUse;
 

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use warpool::memory::{Action, TraceEntry};
+use warpool::memory::report::{Action, TraceEntry};
 
 use super::device::SegmentAction;
 use crate::replay::has_times;

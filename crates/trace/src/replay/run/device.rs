@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use warpool::driver::sim::{RemapCounts, SimConfig, SimDriver, Timing};
 use warpool::driver::{Call, DeviceId, Driver, StreamId, StreamOptions, Streams};
-use warpool::memory::{
-    Action, Allocation, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PagedAllocator, PoolOptions,
-    Request, Settings,
-};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::Action;
+use warpool::memory::{CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, PagedAllocator, Settings};
 use warpool::{Error, Instance, Result};
 
 use crate::replay::infer::{PoolIndex, PoolOrigin};

@@ -2,7 +2,8 @@
 //! many objects only if its request is large, so the estimate is made every few hundred steps and before large
 //! requests.
 
-use warpool::memory::{Settings, SizeRules, Stats};
+use warpool::memory::report::Stats;
+use warpool::memory::{Settings, SizeRules};
 
 use super::Run;
 use super::restore;

@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use warpool::driver::DevicePtr;
 use warpool::driver::platform::Instant;
-use warpool::memory::{Action, Allocation, DeviceAllocator as _, OomReport, Settings, SizeRules, TraceEntry};
+use warpool::memory::raw::Allocation;
+use warpool::memory::report::{Action, TraceEntry};
+use warpool::memory::{DeviceAllocator as _, OomReport, Settings, SizeRules};
 use warpool::{Error, Result};
 
 use super::ReplayError;

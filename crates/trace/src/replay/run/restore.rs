@@ -3,9 +3,10 @@
 //! state can be made; the settings of the run are set at the end.
 
 use warpool::driver::{DevicePtr, DriverError, ErrorCode};
-use warpool::memory::{
-    Allocation, CachingAllocator, DeviceAllocator as _, FreeBlockOrder, SegmentKind, Settings, SizeRules,
-};
+use warpool::memory::raw::Allocation;
+use warpool::memory::report::SegmentKind;
+use warpool::memory::settings::FreeBlockOrder;
+use warpool::memory::{CachingAllocator, DeviceAllocator as _, Settings, SizeRules};
 use warpool::{Error, Result};
 
 use super::device::{DEVICE, ReplayDevice};

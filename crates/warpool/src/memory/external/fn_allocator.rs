@@ -17,7 +17,8 @@ type Free = Box<dyn Fn(DevicePtr, u64, DeviceId, RawStream) -> Result<()> + Send
 /// use std::sync::Arc;
 /// use warpool::Instance;
 /// use warpool::driver::sim::{SimConfig, SimDriver};
-/// use warpool::memory::{Allocate, DeviceAllocator, FnAllocator, PluggableAllocator};
+/// use warpool::memory::{Allocate, DeviceAllocator, PluggableAllocator};
+/// use warpool::memory::external::FnAllocator;
 ///
 /// # fn main() -> warpool::Result<()> {
 /// let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;

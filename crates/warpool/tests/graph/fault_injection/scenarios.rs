@@ -9,7 +9,8 @@ use warpool::graph::{
     Call, Callable, CaptureOptions, Flag, Graph, GraphOptions, GraphedCallable, GraphedOptions, Input,
 };
 use warpool::handle::{Cublas, Cusolver, HandlePool};
-use warpool::memory::{Allocate as _, DeviceBlock, MemPool, PoolOptions};
+use warpool::memory::pools::PoolOptions;
+use warpool::memory::{Allocate as _, DeviceBlock, MemPool};
 use warpool::{Error, Result};
 
 use super::fixture::{FaultFixture, WORDS};

@@ -10,10 +10,15 @@ use crate::common::rng::Rng;
 use warpool::driver::decorate::Counting;
 use warpool::driver::sim::{SimConfig, SimDriver};
 use warpool::driver::{CaptureMode, DeviceId, DevicePtr, Driver, EventOptions, EventScope, Pattern, PoolAttribute};
+use warpool::memory::decorate::{Limited, Traced};
+use warpool::memory::external::{ExternalAllocator, RawStream};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{
+    Action, BlockState, Frame, HistoryOptions, Snapshot, SnapshotOptions, StackId, StackLevel, StatByKind, Stats,
+};
 use warpool::memory::{
-    Action, Allocate, Allocation, BlockState, CachingAllocator, DeviceAllocator, DriverPoolAllocator,
-    ExternalAllocator, Frame, HistoryOptions, Limited, MemPoolId, OomCause, PagedAllocator, PluggableAllocator,
-    RawStream, Request, Settings, Snapshot, SnapshotOptions, StackId, StackLevel, StatByKind, Stats, Traced,
+    Allocate, CachingAllocator, DeviceAllocator, DriverPoolAllocator, MemPoolId, OomCause, PagedAllocator,
+    PluggableAllocator, Settings,
 };
 use warpool::{Device, Error, Instance, Stream};
 
@@ -164,7 +169,8 @@ impl TestContext {
         assert!(stats.active_bytes.all.current >= stats.allocated_bytes.all.current);
         assert!(stats.reserved_bytes.all.current >= stats.active_bytes.all.current);
 
-        let total = |field: fn(&warpool::memory::SegmentInfo) -> u64| snapshot.segments.iter().map(field).sum::<u64>();
+        let total =
+            |field: fn(&warpool::memory::report::SegmentInfo) -> u64| snapshot.segments.iter().map(field).sum::<u64>();
         assert_eq!(total(|segment| segment.total_size), stats.reserved_bytes.all.current);
         assert_eq!(total(|segment| segment.allocated_size), stats.allocated_bytes.all.current);
         assert_eq!(total(|segment| segment.active_size), stats.active_bytes.all.current);

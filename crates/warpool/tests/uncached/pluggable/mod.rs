@@ -19,10 +19,12 @@ use warpool::driver::{
     CaptureMode, Copies as _, DeviceId, DevicePtr, Driver, ErrorCode, ForeignStream, Pattern, StreamId, StreamOptions,
 };
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
+use warpool::memory::external::{ExternalAllocator, ExternalUpstream, FnAllocator};
+use warpool::memory::pools::{PoolOptions, PrivatePools, Route};
+use warpool::memory::raw::{Allocation, Request};
+use warpool::memory::report::{Action, Frame, HistoryOptions, SnapshotOptions, StackLevel, Stats};
 use warpool::memory::{
-    Action, Allocate, Allocation, CachingAllocator, DeviceAllocator, ExternalAllocator, ExternalUpstream, FnAllocator,
-    Frame, HistoryOptions, MemPool, MemPoolId, OomCause, OomReport, PluggableAllocator, PoolOptions, PrivatePools,
-    Request, Route, Settings, SnapshotOptions, StackLevel, Stats,
+    Allocate, CachingAllocator, DeviceAllocator, MemPool, MemPoolId, OomCause, OomReport, PluggableAllocator, Settings,
 };
 use warpool::{Device, Error, Instance, Stream};
 

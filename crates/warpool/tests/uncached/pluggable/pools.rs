@@ -91,7 +91,7 @@ fn a_graph_keeps_the_memory_of_its_capture() {
 /// A framework's stream that already captures when it is adopted: its properties cannot be queried.
 #[test]
 fn a_stream_adopted_during_its_capture_gets_memory() {
-    use warpool::memory::Upstream as _;
+    use warpool::memory::pools::Upstream as _;
     let context = TestContext::plain();
     let upstream = ExternalUpstream::new(&context.instance, Arc::new(context.external.plain())).unwrap();
     let id = context.sim.create_foreign_stream(DEVICE, StreamOptions::default()).unwrap();

@@ -37,7 +37,7 @@ fn an_external_allocator_is_the_upstream_of_one_pool() {
 
 #[test]
 fn an_upstream_frees_with_the_handle_of_a_destroyed_stream() {
-    use warpool::memory::Upstream as _;
+    use warpool::memory::pools::Upstream as _;
     let context = TestContext::plain();
     let upstream = ExternalUpstream::new(&context.instance, Arc::new(context.external.plain())).unwrap();
     let short = context.driver().stream_create(DEVICE, StreamOptions::default()).unwrap();
@@ -51,7 +51,7 @@ fn an_upstream_frees_with_the_handle_of_a_destroyed_stream() {
 
 #[test]
 fn an_upstream_refuses_an_overlapping_address() {
-    use warpool::memory::Upstream as _;
+    use warpool::memory::pools::Upstream as _;
     let context = TestContext::plain();
     let stream = context.stream().id();
     let (next, frees) = (Arc::new(AtomicU64::new(0x1_0000)), Arc::new(AtomicBool::new(false)));
@@ -88,13 +88,19 @@ fn a_rust_type_is_an_external_allocator() {
             &self,
             bytes: u64,
             _: DeviceId,
-            _: warpool::memory::RawStream,
+            _: warpool::memory::external::RawStream,
         ) -> warpool::Result<Option<DevicePtr>> {
             let at = self.next.fetch_add(bytes.next_multiple_of(512), Ordering::SeqCst);
             Ok((at + bytes <= MIB).then(|| self.base.offset(at)))
         }
 
-        fn free(&self, _: DevicePtr, _: u64, _: DeviceId, _: warpool::memory::RawStream) -> warpool::Result<()> {
+        fn free(
+            &self,
+            _: DevicePtr,
+            _: u64,
+            _: DeviceId,
+            _: warpool::memory::external::RawStream,
+        ) -> warpool::Result<()> {
             Ok(())
         }
     }

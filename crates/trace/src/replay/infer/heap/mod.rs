@@ -17,7 +17,8 @@ mod undo;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use warpool::memory::{BlockState, MemPoolId, SegmentInfo, SegmentKind, SizeRules};
+use warpool::memory::report::{BlockState, SegmentInfo, SegmentKind};
+use warpool::memory::{MemPoolId, SizeRules};
 
 use address_map::{AddressMap, Position};
 use releasable::{Releasable, ReleasableBlock};

@@ -1,7 +1,8 @@
 //! The recorded heap backward: undoes events, the last first. An event does not contain all that is needed: how far a
 //! block reached beyond its request, and which kind of requests an expandable segment served, is completed here.
 
-use warpool::memory::{BlockState, MemPoolId, SegmentKind, SizeRules};
+use warpool::memory::report::{BlockState, SegmentKind};
+use warpool::memory::{MemPoolId, SizeRules};
 
 use super::{RecordedBlock, RecordedHeap, SegmentId};
 

@@ -7,7 +7,8 @@ use warpool_driver::decorate::FaultPlan;
 use super::machine::{DEVICE, Kind, MIB, Machine};
 use crate::Error;
 use crate::error::{SleepCall, SleepShortage};
-use crate::memory::{Allocate as _, DriverPoolAllocator, Keep, MemPoolId, PinnedSettings, Request, TagState, Tags};
+use crate::memory::sleep::{Keep, TagState};
+use crate::memory::{Allocate as _, DriverPoolAllocator, MemPoolId, PinnedSettings, Request, Tags};
 
 fn on_all(test: impl Fn(&Machine)) {
     for kind in Kind::ALL {

@@ -6,7 +6,8 @@ use warpool_driver::{Call, DeviceId, ErrorCode};
 
 use super::machine::{Kind, MIB, Machine};
 use crate::error::{SleepCall, SleepFailure};
-use crate::memory::{Allocation, Keep};
+use crate::memory::Allocation;
+use crate::memory::sleep::Keep;
 use crate::{Error, Result};
 
 const TAGS: [&str; 3] = ["weights", "kv", "graphs"];

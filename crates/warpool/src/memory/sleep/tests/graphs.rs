@@ -6,7 +6,8 @@ use warpool_driver::{
 };
 
 use super::machine::{DEVICE, Kind, MIB, Machine};
-use crate::memory::{Keep, Route};
+use crate::memory::Route;
+use crate::memory::sleep::Keep;
 
 impl Machine {
     /// Captures what `body` launches on a stream, with requests of the capture routed to a tag.

@@ -2,7 +2,8 @@
 //! word.
 
 use super::machine::{Kind, MIB, Machine};
-use crate::memory::{Keep, MemPoolId};
+use crate::memory::MemPoolId;
+use crate::memory::sleep::Keep;
 
 #[test]
 fn contents_of_large_blocks_survive() {

@@ -8,9 +8,10 @@ use warpool_driver::sim::{ObjectCounts, SimConfig, SimDriver};
 use warpool_driver::{DeviceId, DevicePtr, Devices as _, Memory as _};
 use warpool_testing::Tags as Contents;
 
+use crate::memory::sleep::{Keep, SleepReport, Tag, TagState};
 use crate::memory::{
-    Allocation, CachingAllocator, DeviceAllocator, HostAllocator, Keep, MemPoolId, PagedAllocator, PinnedSettings,
-    Request, Settings, SleepReport, Tag, TagState, Tags,
+    Allocation, CachingAllocator, DeviceAllocator, HostAllocator, MemPoolId, PagedAllocator, PinnedSettings, Request,
+    Settings, Tags,
 };
 use crate::{Device, Instance, Result, Stream, StreamLease};
 
