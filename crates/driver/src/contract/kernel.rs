@@ -211,7 +211,12 @@ macro_rules! scope_methods {
 
                 #[doc = concat!("Writes values of `", stringify!($ty), "`.")]
                 pub fn $write(&mut self, ptr: DevicePtr, values: &[$ty]) -> std::result::Result<(), KernelFault> {
-                    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                    const SIZE: usize = size_of::<$ty>();
+                    // Not byte by byte: unoptimised, that was most of the time of the selftest.
+                    let mut bytes = vec![0; size_of_val(values)];
+                    for (chunk, value) in bytes.as_chunks_mut::<SIZE>().0.iter_mut().zip(values) {
+                        *chunk = value.to_le_bytes();
+                    }
                     self.memory.write(ptr, &bytes)
                 }
             )*
