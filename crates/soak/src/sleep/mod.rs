@@ -138,8 +138,9 @@ impl Run<'_> {
             19 | 20 => self.replay(),
             21 => self.limit_or_trim(),
             22 => {
-                let stream = self.machine.stream(0, self.context.rng.below(STREAMS));
-                self.machine.pause_or_resume(stream, self.context.rng.one_in(2));
+                let (stream, pause) = (self.context.rng.below(STREAMS), self.context.rng.one_in(2));
+                self.context.step(format!("stream {stream} is paused: {pause}"));
+                self.machine.pause_or_resume(self.machine.stream(0, stream), pause);
             }
             _ => {
                 self.machine.synchronize();
@@ -184,6 +185,10 @@ impl Run<'_> {
             false => draw_bytes(&mut self.context.rng),
         };
         let stream = self.context.rng.below(STREAMS);
+        // Replays use what their capture freed, which the pool gives to later requests.
+        if tag == Some(GRAPHS) && !self.graphs.is_empty() {
+            return;
+        }
         self.context.step(format!("allocate {bytes} for {tag:?} on stream {stream}"));
         self.context.counts.operations += 1;
         let id = self.machine.stream(0, stream).id();
@@ -245,6 +250,7 @@ impl Run<'_> {
         let Allocation { ptr, bytes_requested, .. } = block.allocation;
         machine.write_pages(ptr, bytes_requested, value, machine.stream(0, block.stream));
         block.value = Some(value);
+        self.context.step(format!("block {number} gets {value}"));
     }
 
     fn check_block(&self, number: u32) {

@@ -25,6 +25,9 @@ pub struct CaptureOptions<'p> {
     ///
     /// Graphs that share a pool use the same memory at different times. So their replays must not overlap, and must run
     /// in the order of their captures if one reads the output of another.
+    ///
+    /// The same holds for memory that the program gets from the pool between captures: it may be what a capture freed,
+    /// which replays of its graph go on writing, as in PyTorch. A pool for graphs alone avoids that.
     pub pool: Option<&'p MemPool>,
     /// Which calls of other threads invalidate it. See [`capture_mode`] for the names.
     pub mode: CaptureMode,
