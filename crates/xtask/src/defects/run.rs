@@ -39,6 +39,8 @@ pub struct Runner<'a> {
 /// How a process ended.
 struct Ended {
     success: bool,
+    /// It took too long, and was ended here.
+    is_killed: bool,
     text: String,
 }
 
@@ -70,7 +72,8 @@ impl Runner<'_> {
 
     /// The first programs of a campaign, until one finds something.
     pub fn programs(&self, defect: u64, (campaign, count): (&str, u64)) -> Result<Found, String> {
-        self.soak_with(defect, &["--campaign", campaign, "--programs", &count.to_string()], HANGS)
+        let time = HANGS + Duration::from_secs(count);
+        self.soak_with(defect, &["--campaign", campaign, "--programs", &count.to_string()], time)
     }
 
     fn soak_with(&self, defect: u64, arguments: &[&str], time: Duration) -> Result<Found, String> {
@@ -84,6 +87,10 @@ impl Runner<'_> {
             let message = text("message").lines().last().unwrap_or_default();
             format!("{}:{} after {programs} programs: {message}", text("campaign"), violation["program"])
         });
+        // A program that hangs is a violation, which `soak` reports itself.
+        if ended.is_killed && found.is_none() {
+            return Err(format!("warpool {} did not end within {time:?}", arguments.join(" ")));
+        }
         Ok(Found::of(&ended, found))
     }
 
@@ -126,7 +133,7 @@ impl Runner<'_> {
             child.wait().map_err(|error| error.to_string())?;
         }
         let text = reader.join().map_err(|_| "a reader panicked")?;
-        Ok(Ended { success: success == Some(true), text })
+        Ok(Ended { success: success == Some(true), is_killed: success.is_none(), text })
     }
 }
 
