@@ -9,7 +9,8 @@ export WARPOOL_DRIVER=sim PYTHONDONTWRITEBYTECODE=1
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 unset WARPOOL_CONF PYTORCH_CUDA_ALLOC_CONF
 
-cargo build --package warpool-torch --package warpool-python --package warpool-cli
+# With the features of `cargo test --workspace`, after which little is left to compile.
+cargo build --workspace --all-targets
 export WARPOOL_ANSWERS_LIBRARY=$target/debug/libwarpool_answers.so WARPOOL_COMMAND=$target/debug/warpool
 # Ray's example, where the package can be installed; a test says so where not.
 ray=$target/ray

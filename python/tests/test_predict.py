@@ -785,7 +785,7 @@ class Command(unittest.TestCase):
                 self.assertRegex(done.stderr, r"^Traceback .*\n  File \".*train.py\", line 4, in <module>\n")
                 self.assertIn(text, done.stderr)
                 self.assertNotIn("runpy", done.stderr)
-                self.assertNotIn("warpool/", done.stderr)
+                self.assertNotIn("warpool/predict/", done.stderr)
                 self.assertIn("failed", json.loads(done.stdout)["error"])
         done = self.run_command(script="import sys, torch\ntorch.ones(1).cuda()\nsys.exit('needs 2 GPUs')\n")
         self.assertEqual((done.returncode, "needs 2 GPUs" in done.stderr, done.stdout), (2, True, ""))

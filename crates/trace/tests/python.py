@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Checks that Python's pickle loads what the crate writes, with the content of the original.
 
-`python3 crates/trace/tests/python.py [FILE…]`, from anywhere; FILE is a snapshot, plain or in xz. Needs cargo and
-Python 3, but no PyTorch. It is not part of `cargo test`, which must not depend on Python.
+`python3 crates/trace/tests/python.py [--examples FOLDER] [FILE…]`, from anywhere; FILE is a snapshot, plain or in xz.
+Needs Python 3, but no PyTorch, and cargo, unless FOLDER has the crate's examples ready built. It is not part of
+`cargo test`, which must not depend on Python.
 """
 
+import argparse
 import lzma
 import pathlib
 import pickle
 import subprocess
-import sys
 import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -18,6 +19,19 @@ FILES = ["snapshot.p4.pickle", "single.pickle", "batches.pickle.xz", "mempool.na
          "graphs.expandable.pickle.xz"]
 ROOT = {"segments", "device_traces", "allocator_settings", "external_annotations", "host_segments", "host_traces"}
 IGNORED = {"unknown", "more", "registration_counter"}
+
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--examples", type=pathlib.Path, metavar="FOLDER")
+parser.add_argument("files", nargs="*", type=pathlib.Path, metavar="FILE")
+arguments = parser.parse_args()
+
+
+def run(example, *options):
+    """Runs an example of the crate."""
+    cargo = ["cargo", "run", "--quiet", "--package", "warpool-trace", "--example", example, "--"]
+    command = [str(arguments.examples.resolve() / example)] if arguments.examples else cargo
+    subprocess.run([*command, *options], cwd=HERE, check=True, capture_output=True)
 
 
 def find(name):
@@ -41,8 +55,7 @@ def check(path, out):
     load = lzma.open if path.suffix == ".xz" else open
     with load(path, "rb") as file:
         original = pickle.load(file)
-    subprocess.run(["cargo", "run", "--quiet", "--package", "warpool-trace", "--example", "summary", "--",
-                    str(path), "--stacks", "--rewrite", out], cwd=HERE, check=True, capture_output=True)
+    run("summary", str(path), "--stacks", "--rewrite", out)
     with open(out, "rb") as file:
         written = pickle.load(file)
     before = known({key: item for key, item in original.items() if key in ROOT})
@@ -57,8 +70,7 @@ def check(path, out):
 
 def check_device_and_host(path):
     """A snapshot of device and host memory, with stacks that both share."""
-    subprocess.run(["cargo", "run", "--quiet", "--package", "warpool-trace", "--example", "device_and_host", "--",
-                    str(path)], cwd=HERE, check=True, capture_output=True)
+    run("device_and_host", str(path))
     with open(path, "rb") as file:
         snapshot = pickle.load(file)
     for side in "segments", "host_segments":
@@ -81,9 +93,9 @@ def check_device_and_host(path):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    for path in map(pathlib.Path, sys.argv[1:] or [find(name) for name in FILES]):
+    for path in arguments.files or [find(name) for name in FILES]:
         check(path.resolve(), str(pathlib.Path(folder) / "written.pickle"))
-    if not sys.argv[1:]:
+    if not arguments.files:
         both = pathlib.Path(folder) / "device_and_host.pickle"
         check_device_and_host(both)
         check(both, str(pathlib.Path(folder) / "written.pickle"))

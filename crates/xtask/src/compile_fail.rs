@@ -82,21 +82,24 @@ fn first_error(program: &str, folder: &Path, library: &Path) -> Result<String, S
     })
 }
 
-/// Builds the crate `warpool` and returns the path of its library.
+/// Builds the crate `warpool`, with the features that it has in `cargo test --workspace`, so that nothing is compiled
+/// twice, and returns the path of its library.
 fn library(root: &Path) -> Result<PathBuf, String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let arguments = ["build", "--quiet", "--package", "warpool", "--lib", "--message-format", "json"];
+    let arguments = ["build", "--quiet", "--workspace", "--all-targets", "--message-format", "json"];
     let built = Command::new(cargo).args(arguments).current_dir(root).output();
     let built = built.map_err(|error| format!("cargo: {error}"))?;
     if !built.status.success() {
         return Err(format!("cargo build failed: {}", String::from_utf8_lossy(&built.stderr)));
     }
     let messages = String::from_utf8_lossy(&built.stdout);
-    let mut messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let artifact = messages.rfind(|message| message["target"]["name"] == "warpool");
-    let files = artifact.as_ref().and_then(|message| message["filenames"].as_array());
-    let mut files = files.into_iter().flatten().filter_map(Value::as_str);
-    files.find(|file| file.ends_with(".rlib")).map(PathBuf::from).ok_or_else(|| "cargo names no library".to_owned())
+    let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let artifacts = messages.filter(|message| message["target"]["name"] == "warpool");
+    let library = artifacts.into_iter().find_map(|artifact| {
+        let files = artifact["filenames"].as_array()?;
+        files.iter().filter_map(Value::as_str).find(|file| file.ends_with(".rlib")).map(PathBuf::from)
+    });
+    library.ok_or_else(|| "cargo names no library".to_owned())
 }
 
 #[cfg(test)]
