@@ -287,4 +287,6 @@ fn discard(pool: &TagPool) {
         sleeping.saved.clear();
     }
     pool.segments.set_phase(Phase::Asleep(sleeping));
+    // There was memory left if an earlier call failed.
+    pool.segments.count_asleep();
 }

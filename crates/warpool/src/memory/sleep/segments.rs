@@ -339,8 +339,8 @@ impl TagSegments {
         self.device.instance().has_captures() || told()
     }
 
-    /// Tells the allocator how much memory is asleep, after a sleeping segment was freed.
-    fn count_asleep(&self) {
+    /// Tells the allocator how much memory is asleep, after memory of the sleeping pool was freed or released.
+    pub(super) fn count_asleep(&self) {
         if let Some((allocator, pool)) = self.owner.get()
             && let Some(allocator) = allocator.upgrade()
             && let Ok(pools) = allocator.pools()

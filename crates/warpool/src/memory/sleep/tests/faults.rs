@@ -131,6 +131,27 @@ fn wake_with(kind: Kind, keep: Keep, plan: FaultPlan) -> bool {
     faulted
 }
 
+/// A wake that fails, and cannot undo its mappings, leaves memory to tags that sleep. Another sleep releases it.
+#[test]
+fn memory_that_a_failed_wake_left_is_counted_as_asleep_when_it_is_released() {
+    for kind in KINDS {
+        let scene = Scene::new(kind);
+        scene.machine.sleep(&TAGS, Keep::Discard).unwrap();
+        let stats = || scene.machine.allocator.stats(DeviceId(0)).unwrap();
+        let (asleep, reserved) = (stats().asleep_bytes, stats().reserved_bytes.all.current);
+        let plan = FaultPlan::new().fail_fraction(&[Call::StreamSynchronize, Call::VmUnmap], 1.0, 0, CODES[1]);
+        let (outcome, _) = scene.call(plan, || scene.machine.wake(&TAGS));
+        assert!(failure(outcome).is_some_and(|failure| failure.is_undone) && scene.is_asleep());
+        assert!(stats().asleep_bytes.all.current < asleep.all.current, "{kind:?}: the memory could not be released");
+        scene.machine.sleep(&TAGS, Keep::Discard).unwrap();
+        let now = (stats().asleep_bytes.all.current, stats().reserved_bytes.all.current);
+        assert_eq!(now, (asleep.all.current, reserved), "{kind:?}");
+        scene.machine.wake(&TAGS).unwrap();
+        scene.expect_contents(Keep::Discard);
+        scene.finish();
+    }
+}
+
 fn every_call_fails_once(run: fn(Kind, Keep, FaultPlan) -> bool) {
     for kind in KINDS {
         for (keep, codes) in [(Keep::Host, &CODES[..]), (Keep::Discard, &CODES[1..])] {
