@@ -113,7 +113,9 @@ def _run(
     if mode == "expandable":
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     command = [sys.executable, __file__, "--out", str(scratch), "--child", name, "--mode", mode]
-    command += ["--programs", chosen.programs, *(["--cap", str(cap)] if cap else []), *(["--dry"] if chosen.dry else [])]
+    command += ["--programs", chosen.programs]
+    command += ["--cap", str(cap)] if cap else []
+    command += ["--dry"] if chosen.dry else []
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS)
     except subprocess.TimeoutExpired:
@@ -370,7 +372,7 @@ def _dry(name: str, make: Any) -> Dict[str, Any]:
     )
     nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign,assignment]
     nn.Module.to = lambda self, *a, **k: self  # type: ignore[method-assign,assignment]
-    nn.Module.bfloat16 = lambda self: self  # type: ignore[method-assign]
+    nn.Module.bfloat16 = nn.Module.half = lambda self: self  # type: ignore[method-assign]
     torch.cuda.Stream = torch.cuda.stream = Nothing  # type: ignore[misc,assignment]
     torch.cuda.current_stream = lambda *_: Nothing()  # type: ignore[assignment]
     torch.autocast = lambda *_, **k: autocast("cpu", k.get("dtype", torch.bfloat16))  # type: ignore[assignment,misc]

@@ -18,6 +18,8 @@ class Machine(NamedTuple):
 FORMULAS: Dict[str, Callable[[Call, Dict[str, Any], Machine], List[Event]]] = {}
 # Operators that a formula is for, with choices of its constants.
 OPERATORS: Dict[str, Tuple[str, List[Dict[str, Any]]]] = {}
+# Rules that follow from PyTorch's source alone, for operators that were not measured.
+DERIVED: Dict[str, Dict[str, Any]] = {}
 
 
 def formula(name: str) -> Callable[[Any], Any]:
@@ -739,6 +741,21 @@ def upsample_backward(call: Call, rule: Dict[str, Any], machine: Machine) -> Lis
 
 
 OPERATORS["aten.upsample_bilinear2d_backward.default"] = _plain("upsample_backward")
+
+
+@formula("upsample_nearest")
+def upsample_nearest(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """UpSampleNearest*.cu: a copy of an input that is neither contiguous nor, in two dimensions, channels_last."""
+    source = call["self"]
+    if call.outputs and source.dim == 4 and source.channels_last and not call.outputs[0].contiguous:
+        return _made(call)
+    before, after = _copies(call, ("self",))
+    return _made(call) + before + after
+
+
+for _name in ("1d", "2d", "3d"):
+    for _kind in ("upsample_nearest", "_upsample_nearest_exact"):
+        DERIVED[f"aten.{_kind}{_name}.default"] = {"formula": "upsample_nearest"}
 
 
 # Recurrent layers: cuDNN's workspace is not public. It has 8 MiB for each layer and direction, the weights once, and

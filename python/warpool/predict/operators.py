@@ -44,7 +44,9 @@ class Table:
         self.machine = formulas.Machine(rules["multiprocessors"], rules["threads"])
         self.capability: Tuple[int, int] = tuple(rules.get("capability", (9, 0)))  # type: ignore[assignment]
         self.only_outputs = frozenset(rules["outputs"])
-        self.operators: Dict[str, Any] = rules["operators"]
+        self.operators: Dict[str, Any] = {**formulas.DERIVED, **rules["operators"]}
+        # The same kernel; the measurement sees it under the other name.
+        self.operators.setdefault(_BATCH_NORM, self.operators.get(_BATCH_NORM_MEASURED))
         self._known: Dict[Any, Optional[Steps]] = {}
         self._pointwise: Dict[Any, bool] = {}
 
@@ -115,6 +117,8 @@ class Table:
             return f"{space}.{base}.{overload[:-10] or 'default'}" in self.only_outputs
         return overload == "out" and f"{space}.{base}.default" in self.only_outputs
 
+
+_BATCH_NORM, _BATCH_NORM_MEASURED = "aten.native_batch_norm.default", "aten._native_batch_norm_legit.default"
 
 # Threads that a multiprocessor holds, by compute capability, where it is not 2048 (CUDA programming guide).
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}
