@@ -85,6 +85,23 @@ class Rules(unittest.TestCase):
         for sample in tried:
             self.assertEqual(fit.sizes_of(sample.events), [])
 
+    def test_operators_that_were_not_measured_follow_from_the_source(self) -> None:
+        small, large = array(2, 8, 4, 4), array(2, 8, 8, 8)
+        nearest = "aten.upsample_nearest2d.default"
+        self.assertEqual(TABLE.of(call(nearest, large, self=small)).order, [("output", 0)])
+        turned = small._replace(stride=(128, 1, 8, 32))
+        self.assertEqual(fit.sizes_of(TABLE.of(call(nearest, large, self=turned)).order), [small.nbytes])
+        last = [it._replace(stride=(8 * it.shape[2] * it.shape[3], 1, 8 * it.shape[3], 8)) for it in (small, large)]
+        self.assertEqual(TABLE.of(call(nearest, last[1], self=last[0])).order, [("output", 0)])
+        # The same kernel as one that was measured.
+        images = last[1]._replace(shape=(64, 8, 64, 64), stride=(32768, 1, 512, 8))
+        norm = dict(input=images, weight=array(8), training=True)
+        orders = [
+            TABLE.of(call(f"aten.{name}.default", images, array(8), array(8), **norm)).order
+            for name in ("native_batch_norm", "_native_batch_norm_legit")
+        ]
+        self.assertEqual(*orders)
+
     def test_an_unknown_operator_has_no_steps(self) -> None:
         self.assertIsNone(TABLE.of(call("aten.never_heard_of.default", array(3))))
         self.assertIsNone(TABLE.error("aten.never_heard_of.default"))

@@ -45,8 +45,9 @@ class Table:
         self.capability: Tuple[int, int] = tuple(rules.get("capability", (9, 0)))  # type: ignore[assignment]
         self.only_outputs = frozenset(rules["outputs"])
         self.operators: Dict[str, Any] = {**formulas.DERIVED, **rules["operators"]}
-        # The same kernel; the measurement sees it under the other name.
-        self.operators.setdefault(_BATCH_NORM, self.operators.get(_BATCH_NORM_MEASURED))
+        for name, same in _SAME.items():
+            if same in self.operators:
+                self.operators.setdefault(name, self.operators[same])
         self._known: Dict[Any, Optional[Steps]] = {}
         self._pointwise: Dict[Any, bool] = {}
 
@@ -118,7 +119,12 @@ class Table:
         return overload == "out" and f"{space}.{base}.default" in self.only_outputs
 
 
-_BATCH_NORM, _BATCH_NORM_MEASURED = "aten.native_batch_norm.default", "aten._native_batch_norm_legit.default"
+# Operators that were not measured, and others that run the same kernel on the same arguments.
+_SAME = {
+    "aten.native_batch_norm.default": "aten._native_batch_norm_legit.default",
+    "aten._is_all_true.default": "aten.all.default",
+    "aten._is_any_true.default": "aten.any.default",
+}
 
 # Threads that a multiprocessor holds, by compute capability, where it is not 2048 (CUDA programming guide).
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}
