@@ -60,17 +60,16 @@ def recorded(program: Callable[[], Any], table: Any = None, **options: Any) -> A
         with warpool.predict.recording(**options) as run:
             result = program()
             # What is left is freed after the log was read.
-            log = list(run.log.events)
+            run.events = list(run.log.events)
             del result
-    run.log.events = log
     return run
 
 
 def words(run: Any) -> List[str]:
     names = ["a", "f", "u", "done", "sync", "empty", "limit"]
     found = []
-    for at in range(0, len(run.log.events), 5):
-        head, number, size = run.log.events[at : at + 3]
+    for at in range(0, len(run.events), 5):
+        head, number, size = run.events[at : at + 3]
         kind, stream = head & 0xFF, head >> 16
         text = names[kind] + (str(number) if kind <= 2 else "")
         if kind == 0:
