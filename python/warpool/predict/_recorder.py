@@ -307,8 +307,6 @@ class Recorder(TorchDispatchMode):
         stack = self._stack(kind.native)
         device = self._device(args, kwargs, outputs)
         stream = self.stream(device)
-        for key, size in steps.kept:
-            self.keep(key, size, device, stream)
         sizes = getattr(steps, "sizes", {})
         temporaries: Dict[Any, Block] = {}
         made = set()
@@ -326,6 +324,8 @@ class Recorder(TorchDispatchMode):
             for number, (output, storage) in enumerate(outputs):
                 if number not in made:
                     self._allocated(output, storage, stack)
+            for key, size in steps.kept:
+                self.keep(key, size, device, stream)
         finally:
             # Also where memory ran out in the midst of the operator.
             for block in temporaries.values():
