@@ -10,7 +10,7 @@ these are as large as for the nearest. Other workspaces keep their ratio to the 
 
 import math
 from collections.abc import Sequence
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from .calls import Array, Call, product
 
@@ -207,11 +207,12 @@ def _use(rule: Dict[str, Any], problem: Problem, name: str) -> List[Tuple[Any, .
 # Fitting.
 
 
-def fit(measured: Sequence[Any]) -> Dict[str, Any]:
-    """The rule, of samples of convolutions forward and backward."""
-    labels: Dict[str, int] = {}
-    near: Dict[str, List[Any]] = {}
-    seen = set()
+def fit(measured: Sequence[Any], known: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+    """The rule, of samples of convolutions forward and backward; added to one that is known."""
+    known = known or {"near": {}, "labels": []}
+    labels: Dict[str, int] = {repr(it): number for number, it in enumerate(known["labels"])}
+    near: Dict[str, List[Any]] = {category: list(points) for category, points in known["near"].items()}
+    seen = {(category, tuple(point)) for category, points in near.items() for point, _ in points}
     for it in measured:
         for problem, size in found(it):
             key = (problem.category, tuple(problem.point))
