@@ -1,5 +1,5 @@
-"""Predicts the programs of `predict_programs.py`, without a GPU, and compares with what they took: the lines that
-`predict_truth.py` wrote. `python predict_compare.py [--truth truth.jsonl] [--only NAME] [--out predicted.jsonl]`;
+"""Predicts the programs of `predict_programs.py`, without a GPU, and compares with what they took: `predict_truth.jsonl`
+has what `predict_truth.py` measured on an H200. `python predict_compare.py [--only NAME] [--out predicted.jsonl]`;
 `--programs stranger_programs` for those of that file.
 
 `--verdicts FILE` writes what `predict_truth.py --verdict` tries on a GPU.
@@ -18,13 +18,14 @@ from typing import Any, Dict
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
+TRUTH = str(HERE / "predict_truth.jsonl")
 STEPS = 3
 SETTINGS = {"native": "", "expandable": "expandable_segments:True"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--truth", help="the file that predict_truth.py wrote")
+    parser.add_argument("--truth", default=TRUTH, help="the file that predict_truth.py wrote (that of an H200)")
     parser.add_argument("--programs", default="predict_programs", help="the file of the programs (predict_programs)")
     parser.add_argument("--only", action="append", help="this program only; may be repeated")
     parser.add_argument("--out", help="write the predictions here, one object per line")
@@ -36,11 +37,10 @@ def main() -> int:
         return child(chosen.child, chosen.programs, chosen.snapshots)
 
     truth: Dict[Any, Dict[str, Any]] = {}
-    if chosen.truth:
-        for line in Path(chosen.truth).read_text().splitlines():
-            row = json.loads(line)
-            if "allocated" in row:
-                truth[row["program"], row["mode"]] = row
+    for line in Path(chosen.truth).read_text().splitlines():
+        row = json.loads(line)
+        if "allocated" in row:
+            truth[row["program"], row["mode"]] = row
     found, errors, verdicts, off = [], [], [], []
     for name in chosen.only or importlib.import_module(chosen.programs).PROGRAMS:
         command = [sys.executable, __file__, "--child", name, "--programs", chosen.programs]
