@@ -85,6 +85,26 @@ class Rules(unittest.TestCase):
         for sample in tried:
             self.assertEqual(fit.sizes_of(sample.events), [])
 
+    def test_operators_that_were_not_measured_follow_from_the_source(self) -> None:
+        small, large = array(2, 8, 4, 4), array(2, 8, 8, 8)
+        nearest = "aten.upsample_nearest2d.default"
+        self.assertEqual(TABLE.of(call(nearest, large, self=small)).order, [("output", 0)])
+        turned = small._replace(stride=(128, 1, 8, 32))
+        self.assertEqual(fit.sizes_of(TABLE.of(call(nearest, large, self=turned)).order), [small.nbytes])
+        last = [it._replace(stride=(8 * it.shape[2] * it.shape[3], 1, 8 * it.shape[3], 8)) for it in (small, large)]
+        self.assertEqual(TABLE.of(call(nearest, last[1], self=last[0])).order, [("output", 0)])
+        grad, made = large._replace(stride=(1024, 64, 8, 1)), array(2, 8, 4, 4)
+        back = TABLE.of(call("aten.upsample_nearest2d_backward.default", made, grad_output=grad))
+        self.assertEqual(back.order[1], ("alloc", "grad_output", large.nbytes))
+        # The same kernel as one that was measured.
+        images = last[1]._replace(shape=(64, 8, 64, 64), stride=(32768, 1, 512, 8))
+        norm = dict(input=images, weight=array(8), training=True)
+        orders = [
+            TABLE.of(call(f"aten.{name}.default", images, array(8), array(8), **norm)).order
+            for name in ("native_batch_norm", "_native_batch_norm_legit")
+        ]
+        self.assertEqual(*orders)
+
     def test_an_unknown_operator_has_no_steps(self) -> None:
         self.assertIsNone(TABLE.of(call("aten.never_heard_of.default", array(3))))
         self.assertIsNone(TABLE.error("aten.never_heard_of.default"))
@@ -102,6 +122,22 @@ class Rules(unittest.TestCase):
         )
         each = call("aten.mse_loss.default", losses, self=losses, target=losses, reduction=0)
         self.assertEqual(TABLE.of(each).sizes, {})
+
+    def test_a_sum_of_losses_of_logits_is_as_on_an_h200(self) -> None:
+        images = array(128, 3, 128, 128)
+        name = "aten.binary_cross_entropy_with_logits.default"
+        order = TABLE.of(call(name, array(), self=images, target=images, reduction=2)).order
+        self.assertEqual([step[0] for step in order[:3]], ["alloc", "alloc", "output"])
+        self.assertEqual([step[2] for step in order if step[0] == "alloc"], [images.nbytes] * 2 + [2112, 4])
+
+    def test_slices_of_a_gradient_do_not_grow_with_the_batch(self) -> None:
+        # Measured on an H200: copies of all three, and 8 slices of the weights.
+        images, weight, out = array(2048, 32, 20, 20), array(64, 32, 4, 4), array(2048, 64, 9, 9)
+        found = call("aten.convolution_backward.default", weight, grad_output=out, input=images, weight=weight)
+        found.arguments.update(stride=[2, 2], padding=[0, 0], dilation=[1, 1], transposed=False, groups=1)
+        found.arguments.update(output_mask=[False, True, False])
+        (workspace,) = fit.sizes_of(TABLE.of(found).order)
+        self.assertAlmostEqual(workspace / 148_504_720, 1, delta=0.02)
 
     def test_a_long_ctc_loss_with_infinities_makes_its_gradient_twice(self) -> None:
         guess, alpha = array(300, 32, 1000), array(32, 300, 81)

@@ -1,10 +1,12 @@
-"""Predicts the programs of `predict_programs.py`, without a GPU, and compares with what they took: the lines that
-`predict_truth.py` wrote. `python predict_compare.py [--truth truth.jsonl] [--only NAME] [--out predicted.jsonl]`.
+"""Predicts the programs of `predict_programs.py`, without a GPU, and compares with what they took: `predict_truth.jsonl`
+has what `predict_truth.py` measured on an H200. `python predict_compare.py [--only NAME] [--out predicted.jsonl]`;
+`--programs stranger_programs` for those of that file.
 
 `--verdicts FILE` writes what `predict_truth.py --verdict` tries on a GPU.
 """
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -16,13 +18,15 @@ from typing import Any, Dict
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
+TRUTH = str(HERE / "predict_truth.jsonl")
 STEPS = 3
 SETTINGS = {"native": "", "expandable": "expandable_segments:True"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--truth", help="the file that predict_truth.py wrote")
+    parser.add_argument("--truth", default=TRUTH, help="the file that predict_truth.py wrote (that of an H200)")
+    parser.add_argument("--programs", default="predict_programs", help="the file of the programs (predict_programs)")
     parser.add_argument("--only", action="append", help="this program only; may be repeated")
     parser.add_argument("--out", help="write the predictions here, one object per line")
     parser.add_argument("--verdicts", help="write the predicted needs here, for predict_truth.py --verdict")
@@ -30,18 +34,16 @@ def main() -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
-        return child(chosen.child, chosen.snapshots)
-    from predict_programs import PROGRAMS
+        return child(chosen.child, chosen.programs, chosen.snapshots)
 
     truth: Dict[Any, Dict[str, Any]] = {}
-    if chosen.truth:
-        for line in Path(chosen.truth).read_text().splitlines():
-            row = json.loads(line)
-            if "allocated" in row:
-                truth[row["program"], row["mode"]] = row
+    for line in Path(chosen.truth).read_text().splitlines():
+        row = json.loads(line)
+        if "allocated" in row:
+            truth[row["program"], row["mode"]] = row
     found, errors, verdicts, off = [], [], [], []
-    for name in chosen.only or PROGRAMS:
-        command = [sys.executable, __file__, "--child", name]
+    for name in chosen.only or importlib.import_module(chosen.programs).PROGRAMS:
+        command = [sys.executable, __file__, "--child", name, "--programs", chosen.programs]
         command += ["--snapshots", chosen.snapshots] if chosen.snapshots else []
         ended = subprocess.run(command, capture_output=True, text=True)
         lines = [line for line in ended.stdout.splitlines() if line.startswith("@")]
@@ -80,7 +82,7 @@ def main() -> int:
     return 0
 
 
-def child(name: str, snapshots: Any) -> int:
+def child(name: str, programs: str, snapshots: Any) -> int:
     """Predicts one program."""
     os.environ["TQDM_DISABLE"] = "1"
     import random
@@ -89,14 +91,13 @@ def child(name: str, snapshots: Any) -> int:
     import torch
 
     import warpool.predict
-    from predict_programs import PROGRAMS
 
     random.seed(0)
     torch.manual_seed(0)
     start = time.perf_counter()
     path = f"{snapshots}/{name}.pickle" if snapshots else None
     with warpool.predict.recording(path, gpu="h200") as run:
-        step = PROGRAMS[name]()
+        step = importlib.import_module(programs).PROGRAMS[name]()
         torch.cuda.synchronize()
         for _ in range(STEPS):
             step()

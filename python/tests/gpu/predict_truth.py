@@ -1,4 +1,5 @@
-"""What the programs of `predict_programs.py` really take on this machine's GPU: `python predict_truth.py --out FOLDER`.
+"""What programs really take on this machine's GPU: `python predict_truth.py --out FOLDER`, with `--programs
+stranger_programs` those of that file in place of `predict_programs.py`.
 
 Each program runs in a process of its own, three steps:
 - `native`: alone on the GPU; peaks of allocated and reserved bytes, memory outside the allocator, time of the steps,
@@ -18,6 +19,7 @@ import argparse
 import contextlib
 import fcntl
 import gc
+import importlib
 import json
 import lzma
 import os
@@ -45,6 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="folder for the results")
     parser.add_argument("--jobs", type=int, default=6, help="processes at a time (6)")
+    parser.add_argument("--programs", default="predict_programs", help="the file of the programs (predict_programs)")
     parser.add_argument("--only", action="append", help="this program only; may be repeated")
     parser.add_argument("--modes", default=",".join(MODES), help=f"some of {','.join(MODES)} (all)")
     parser.add_argument("--seconds", type=float, default=500, help="start nothing after this time (500)")
@@ -56,18 +59,16 @@ def main() -> int:
     chosen = parser.parse_args()
     out = Path(chosen.out)
     if chosen.child:
-        return _child(chosen.child, chosen.mode, out, chosen.cap, chosen.dry)
+        return _child(chosen.child, chosen, out)
     out.mkdir(parents=True, exist_ok=True)
     if chosen.verdict:
         return _verdicts(chosen, out)
-    from predict_programs import PROGRAMS
-
     until = time.monotonic() + chosen.seconds
-    programs = chosen.only or list(PROGRAMS)
+    programs = chosen.only or list(importlib.import_module(chosen.programs).PROGRAMS)
     runs = [(mode, name) for mode in chosen.modes.split(",") for name in programs]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.jobs) as pool:
         scratch = Path(folder)
-        waiting = [pool.submit(_run, name, mode, scratch, until, None, chosen.dry) for mode, name in runs]
+        waiting = [pool.submit(_run, name, mode, scratch, until, None, chosen) for mode, name in runs]
         with (out / "truth.jsonl").open("a") as file:
             for it in waiting:
                 result = it.result()
@@ -99,7 +100,9 @@ def _line(result: Dict[str, Any]) -> str:
     return text + (f", steps {sum(result['steps']):.2f} s" if "steps" in result else "")
 
 
-def _run(name: str, mode: str, scratch: Path, until: float, cap: Optional[int], dry: bool) -> Dict[str, Any]:
+def _run(
+    name: str, mode: str, scratch: Path, until: float, cap: Optional[int], chosen: argparse.Namespace
+) -> Dict[str, Any]:
     """One process; what it reports."""
     about: Dict[str, Any] = {"program": name, "mode": mode, **({"cap": cap} if cap else {})}
     if time.monotonic() > until:
@@ -110,8 +113,9 @@ def _run(name: str, mode: str, scratch: Path, until: float, cap: Optional[int], 
     if mode == "expandable":
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     command = [sys.executable, __file__, "--out", str(scratch), "--child", name, "--mode", mode]
+    command += ["--programs", chosen.programs]
     command += ["--cap", str(cap)] if cap else []
-    command += ["--dry"] if dry else []
+    command += ["--dry"] if chosen.dry else []
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=CHILD_SECONDS)
     except subprocess.TimeoutExpired:
@@ -150,19 +154,24 @@ class Turn:
         self.before()
 
 
-def _child(name: str, mode: str, scratch: Path, cap: Optional[int], dry: bool) -> int:
+def _child(name: str, chosen: argparse.Namespace, scratch: Path) -> int:
     """Runs a program; the last line of the output is what it took."""
     import torch
 
+    mode, cap = chosen.mode, chosen.cap
     os.environ["TQDM_DISABLE"] = "1"
     random.seed(0)
     torch.manual_seed(0)
     try:
-        if dry:
-            found = _dry(name)
+        make = importlib.import_module(chosen.programs).PROGRAMS[name]
+        if chosen.dry:
+            found = _dry(name, make)
         else:
             turn = Turn(scratch, mode == "native" and cap is None)
-            found = _operators(name, scratch) if mode == "operators" else _measured(name, mode, scratch, cap, turn)
+            if mode == "operators":
+                found = _operators(name, make, scratch)
+            else:
+                found = _measured(name, make, mode, scratch, cap, turn)
     except Exception as error:  # noqa: BLE001
         where = traceback.format_exc().splitlines()[-7:]
         found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:500], "where": where}
@@ -174,9 +183,8 @@ def _child(name: str, mode: str, scratch: Path, cap: Optional[int], dry: bool) -
     os._exit(0)
 
 
-def _measured(name: str, mode: str, scratch: Path, cap: Optional[int], turn: Turn) -> Dict[str, Any]:
+def _measured(name: str, make: Any, mode: str, scratch: Path, cap: Optional[int], turn: Turn) -> Dict[str, Any]:
     import torch
-    from predict_programs import PROGRAMS
 
     from warpool.predict import watch
 
@@ -196,7 +204,7 @@ def _measured(name: str, mode: str, scratch: Path, cap: Optional[int], turn: Tur
 
         torch.cuda._lazy_init = take
     began = time.perf_counter()
-    step = PROGRAMS[name]()
+    step = make()
     torch.cuda.synchronize()
     made, seconds, marks = time.perf_counter() - began, [], [watch.position()]
     peaks = []
@@ -237,10 +245,8 @@ def _measured(name: str, mode: str, scratch: Path, cap: Optional[int], turn: Tur
     return found
 
 
-def _operators(name: str, scratch: Path, dry: bool = False) -> Dict[str, Any]:
+def _operators(name: str, make: Any, scratch: Path, dry: bool = False) -> Dict[str, Any]:
     """Writes what the allocator was asked for, operator by operator."""
-    from predict_programs import PROGRAMS
-
     from warpool.predict.watch import Watch
 
     if not dry:
@@ -249,7 +255,7 @@ def _operators(name: str, scratch: Path, dry: bool = False) -> Dict[str, Any]:
         torch.cuda.init()
     watch, begins = Watch(gpu=not dry), []
     with watch:
-        step = PROGRAMS[name]()
+        step = make()
         for _ in range(STEPS_OPERATORS):
             begins.append(len(watch.seen))
             step()
@@ -296,7 +302,7 @@ def _verdicts(chosen: argparse.Namespace, out: Path) -> int:
         waiting = []
         for it in predictions:
             caps = [int(it["bytes"] * share) for share in (0.95, 1.05)]
-            run = [pool.submit(_run, it["program"], it["setting"], Path(folder), until, cap, False) for cap in caps]
+            run = [pool.submit(_run, it["program"], it["setting"], Path(folder), until, cap, chosen) for cap in caps]
             waiting.append((it, run))
         with (out / "verdicts.jsonl").open("a") as file:
             for it, (below, above) in waiting:
@@ -317,7 +323,7 @@ def _verdicts(chosen: argparse.Namespace, out: Path) -> int:
 # Without a GPU.
 
 
-def _dry(name: str) -> Dict[str, Any]:
+def _dry(name: str, make: Any) -> Dict[str, Any]:
     """Runs a program on fake tensors of the CPU, with what CUDA would do left out; finds mistakes in the programs."""
     import torch
     from torch import nn
@@ -366,13 +372,13 @@ def _dry(name: str) -> Dict[str, Any]:
     )
     nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign,assignment]
     nn.Module.to = lambda self, *a, **k: self  # type: ignore[method-assign,assignment]
-    nn.Module.bfloat16 = lambda self: self  # type: ignore[method-assign]
+    nn.Module.bfloat16 = nn.Module.half = lambda self: self  # type: ignore[method-assign]
     torch.cuda.Stream = torch.cuda.stream = Nothing  # type: ignore[misc,assignment]
     torch.cuda.current_stream = lambda *_: Nothing()  # type: ignore[assignment]
     torch.autocast = lambda *_, **k: autocast("cpu", k.get("dtype", torch.bfloat16))  # type: ignore[assignment,misc]
     torch.amp.GradScaler = lambda *_: scaler("cpu")  # type: ignore[assignment,misc]
     with Fake(allow_non_fake_inputs=True, shape_env=ShapeEnv()), OnCpu():
-        found = _operators(name, Path("."), dry=True)
+        found = _operators(name, make, Path("."), dry=True)
     return {**found, "wall": 0.0}
 
 

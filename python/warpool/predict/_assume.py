@@ -123,6 +123,13 @@ class Assumptions:
         what = "a truth value" if tensor.dtype == torch.bool else "an integer"
         raise self.missing(f"{what} is read from a CUDA tensor")
 
+    def picture(self, tensor: Any) -> torch.Tensor:
+        """The elements of bytes or truths in two dimensions or more, which are for the eye or a score: zeros."""
+        rule, line = self.given()
+        value = 0 if rule is None else rule.value
+        self.add(f"the elements that are read at {line} are {value}" + ("" if rule is None else ", as given"))
+        return torch.full((), value, dtype=tensor.dtype).expand(tuple(tensor.shape))
+
     def same(self, what: str) -> bool:
         """Whether floats without values are the same as others."""
         rule, line = self.given()
@@ -234,9 +241,9 @@ def _line(stack: List[Tuple[str, str, int]]) -> str:
 # What is assumed of results: called with the operator's arguments and its result without values.
 
 
-def _constant(value: bool) -> Any:
+def _constant(value: bool, text: str = "values are finite") -> Any:
     def make(recorder: Any, kind: Any, args: Any, kwargs: Any, result: Any) -> None:
-        recorder.values.set(result, torch.full((), value), "values are finite")
+        recorder.values.set(result, torch.full((), value), text)
 
     return make
 
@@ -303,6 +310,8 @@ MAKERS: Dict[str, Any] = {
     "isnan": _constant(False),
     "isinf": _constant(False),
     "isfinite": _constant(True),
+    # torch.distributions checks its parameters by it.
+    "_is_all_true": _constant(True, "what PyTorch checks of all elements holds"),
     "eq": _compared(True),
     "ne": _compared(False),
     **{name: _ordered for name in ("lt", "le", "gt", "ge")},

@@ -35,7 +35,10 @@ class Log:
     """The events of a program, with the stacks of its allocations and what is allocated at the moment."""
 
     def __init__(self, hidden: Tuple[str, ...], outermost: "set[CodeType]") -> None:
-        self.events = array("q")
+        self._events = array("q")
+        # What was freed since the last event, at one time: numbers of blocks.
+        self._freed: List[int] = []
+        self._freed_at = 0
         self.stacks = Stacks(hidden, outermost)
         self.operators = 0
         self.allocations = 0
@@ -51,6 +54,13 @@ class Log:
         self.most: Optional[int] = None
         self.full: Optional[Callable[[int, int], BaseException]] = None
         self.refused: Optional[Tuple[int, int, int, int]] = None
+
+    @property
+    def events(self) -> "array[int]":
+        """All events so far."""
+        if self._freed:
+            self._write_frees()
+        return self._events
 
     def alloc(self, size: int, device: int, stream: int, stack: int) -> Block:
         rounded = (size + 511) & -512
@@ -80,20 +90,26 @@ class Log:
             self.alloc(*self.refused)
 
     def free(self, block: Block) -> None:
-        in_use = block.streams_used is not None
-        events, number, now = self.events, block.number, self.operators * OPERATOR_US
-        at = len(events)
-        if not in_use:
-            # What is freed together is freed in order, though C++ may free it in the order of a hash table: so the same
-            # program gives the same log, and the allocator's state afterwards is the same in any order.
-            while at and events[at - 5] == FREE and events[at - 1] == now and events[at - 4] > number:
-                at -= 5
-        events[at:at] = array("q", (FREE_IN_USE if in_use else FREE, number, 0, 0, now))
-        self.allocated[block.device] -= (block.bytes + 511) & -512
-        self.requested[block.device] -= block.bytes
-        if in_use:
+        now = self.operators * OPERATOR_US
+        if block.streams_used is not None:
+            self.events.extend((FREE_IN_USE, block.number, 0, 0, now))
             self.waits_for_streams += 1
             self._in_use.append((self.operators + LAUNCHES_AHEAD, block))
+        else:
+            if now != self._freed_at:
+                self._write_frees()
+                self._freed_at = now
+            self._freed.append(block.number)
+        self.allocated[block.device] -= (block.bytes + 511) & -512
+        self.requested[block.device] -= block.bytes
+
+    def _write_frees(self) -> None:
+        """What is freed together is freed in order, though C++ may free it in the order of a hash table: so the same
+        program gives the same log, and the allocator's state afterwards is the same in any order."""
+        # The collector may free more meanwhile.
+        freed, self._freed = self._freed, []
+        for number in sorted(freed):
+            self._events.extend((FREE, number, 0, 0, self._freed_at))
 
     def operator(self) -> None:
         """An operator was launched."""

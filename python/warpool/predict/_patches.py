@@ -5,6 +5,7 @@ Only what asks a GPU, or what fails because tensors have no memory. Nothing here
 
 import ctypes
 import importlib
+import importlib.util
 import math
 import os
 import re
@@ -226,7 +227,10 @@ def _patch_tensors(patches: Patches, recorder: Any) -> None:
         return known
 
     def numpy(tensor: Any, **_: Any) -> Any:
-        found = read(tensor).numpy()
+        if tensor.dtype in (torch.uint8, torch.bool) and tensor.dim() > 1 and values.of(tensor) is None:
+            found = assumptions.picture(tensor).numpy()
+        else:
+            found = read(tensor).numpy()
         # The program may write to it; of more than this it has a view of one element.
         return found.copy() if 0 in found.strides and found.nbytes <= 64 << 20 else found
 
@@ -469,6 +473,46 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         patches.set(torch.Tensor, name, _without_sparse(recorder, name, getattr(torch.Tensor, name)))
     patches.set(torch, "compile", compile)
     patches.set(torch.nn.Module, "compile", lambda module, *_, **__: compile(module) and None)
+    for name in ("nested_tensor", "as_nested_tensor", "nested_tensor_from_jagged"):
+        patches.set(torch.nested, name, _refused(recorder, f"nested tensors ({name}) are not predicted: pad them"))
+    _patch_profiler(patches, recorder)
+    _patch_triton(patches, recorder)
+
+
+def _refused(recorder: Any, text: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise recorder.assumptions_error(f"{recorder.assumptions.given()[1]}: {text}")
+
+    return refuse
+
+
+def _patch_profiler(patches: Patches, recorder: Any) -> None:
+    """A profiler asks CUDA for the times of kernels: here it sees the host only."""
+    profile = torch.autograd.profiler.profile
+    init = profile.__init__
+
+    def init_on_host(profiler: Any, enabled: bool = True, **options: Any) -> None:
+        recorder.remarks.add("torch.profiler saw the host only")
+        init(profiler, enabled, **{**options, "use_cuda": False, "use_device": None, "use_cpu": True})
+
+    patches.set(profile, "__init__", init_on_host)
+
+
+def _patch_triton(patches: Patches, recorder: Any) -> None:
+    """Triton's kernels take no memory but that of the tensors which they are given, which they may write."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    jit = importlib.import_module("triton.runtime.jit")
+    autotuner = importlib.import_module("triton.runtime.autotuner")
+
+    def run(kernel: Any, *args: Any, **options: Any) -> None:
+        recorder.remarks.add("Triton's kernels were left out: they allocate nothing themselves")
+        recorder.outside.kernels = True
+        for each in (*args, *options.values()):
+            recorder.values.forget_one(each)
+
+    for owner in (jit.JITFunction, autotuner.Autotuner):
+        patches.set(owner, "run", run)
 
 
 def _without_sparse(recorder: Any, name: str, original: Any) -> Any:

@@ -53,6 +53,19 @@ _FACTORIES = frozenset(
 )
 
 
+# In these nodes of autograd an operator works in place, but for tensors of other classes than PyTorch's own and under
+# modes such as this one (FunctionsManual.cpp, `areAnyTensorSubclassLike`): its result takes over the first argument's
+# memory, which dies then.
+_IN_PLACE_IN = {
+    "scatter_add": frozenset(["GatherBackward0"]),
+    "index_put": frozenset(["IndexBackward0"]),
+    "index_add": frozenset(["IndexSelectBackward0"]),
+    "put": frozenset(["TakeBackward0"]),
+    "scatter": frozenset(f"{it}Backward{n}" for it in "Max Min Median Kthvalue Mode Topk Sort".split() for n in "01"),
+    "sub": frozenset(["BinaryCrossEntropyWithLogitsBackward0"]),
+    "mul": frozenset(["BinaryCrossEntropyWithLogitsBackward0"]),
+}
+
 # A program that catches what ends it is let go on for this many operators.
 _SWALLOWED = 1000
 
@@ -285,6 +298,8 @@ class Recorder(TorchDispatchMode):
 
     def _log_operator(self, func: Any, kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
         outputs = [] if kind.in_place or kind.views else self._new_outputs(result)
+        if kind.name in _IN_PLACE_IN and self._is_in_place(kind, args, outputs):
+            self._take_over(args[0], *outputs[0])
         if not kind.views:
             self.outside.kernels = True
         if kind.library is not None:
@@ -307,8 +322,6 @@ class Recorder(TorchDispatchMode):
         stack = self._stack(kind.native)
         device = self._device(args, kwargs, outputs)
         stream = self.stream(device)
-        for key, size in steps.kept:
-            self.keep(key, size, device, stream)
         sizes = getattr(steps, "sizes", {})
         temporaries: Dict[Any, Block] = {}
         made = set()
@@ -326,10 +339,26 @@ class Recorder(TorchDispatchMode):
             for number, (output, storage) in enumerate(outputs):
                 if number not in made:
                     self._allocated(output, storage, stack)
+            for key, size in steps.kept:
+                self.keep(key, size, device, stream)
         finally:
             # Also where memory ran out in the midst of the operator.
             for block in temporaries.values():
                 self.log.free(block)
+
+    def _is_in_place(self, kind: _Kind, args: Any, outputs: Any) -> bool:
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() not in _IN_PLACE_IN[kind.name] or len(outputs) != 1:
+            return False
+        # `mul` follows `sub`, on its result; another product of the node has its own.
+        block = self.block(args[0]) if isinstance(args[0], FakeTensor) else None
+        return block is not None and block.bytes == outputs[0][1].nbytes()
+
+    def _take_over(self, source: Any, tensor: Any, storage: Any) -> None:
+        """The memory of a tensor becomes that of another."""
+        old = self.live[source.untyped_storage()._cdata]
+        self._adopted(storage, old.block)
+        old.block = None
 
     def keep(self, key: Any, size: int, device: int, stream: int) -> None:
         """Memory that a library keeps from its first use on."""
@@ -365,14 +394,18 @@ class Recorder(TorchDispatchMode):
         return list(found.values())
 
     def _allocated(self, tensor: Any, storage: Any, stack: int, size: Optional[int] = None) -> None:
+        if storage._cdata in self.live:  # It took over another's memory.
+            return
         size = storage.nbytes() if size is None else size
         device = tensor.fake_device.index or 0
-        key = storage._cdata
+        self._adopted(storage, self.log.alloc(size, device, self.stream(device), stack) if size else None)
+
+    def _adopted(self, storage: Any, block: Optional[Block]) -> None:
+        """The block is free when the storage dies."""
         death = _Death(storage, self._died)
-        death.key = key
-        death.block = None
-        death.block = self.log.alloc(size, device, self.stream(device), stack) if size else None
-        self.live[key] = death
+        death.key = storage._cdata
+        death.block = block
+        self.live[death.key] = death
 
     def adopt(self, tensor: Any, stack: Optional[int] = None) -> None:
         """Logs the storage of a tensor that was made without an operator."""

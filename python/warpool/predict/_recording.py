@@ -122,6 +122,11 @@ class Run:
     def finish(self) -> None:
         """Places the log, writes the snapshot and makes the report."""
         recorded = time.perf_counter() - self._start
+        if torch.backends.cudnn.benchmark and "convolution" in self.recorder.operators:
+            self.recorder.remarks.add(
+                "torch.backends.cudnn.benchmark is on: in the first step cuDNN tries all algorithms of a convolution, "
+                "and keeps the fastest, with workspaces that may be larger than those counted here"
+            )
         with contextlib.ExitStack() as stack:
             path = self.path
             if path is None:

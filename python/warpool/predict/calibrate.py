@@ -59,6 +59,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
     checking.add_argument("operators", help="operators.jsonl.xz of tests/gpu/predict_truth.py")
     checking.add_argument("table", help="what `fit` wrote")
     checking.add_argument("--most", type=int, default=40, help="operators to print (40)")
+    extending = commands.add_parser("extend", help="add the convolutions of whole programs to a table")
+    extending.add_argument("operators", nargs="+", help="operators.jsonl.xz of tests/gpu/predict_truth.py")
+    extending.add_argument("table", help="tables/CARD.json, which is written again")
     sampling = commands.add_parser("sample", help="choose a few held-out measurements, for the tests")
     sampling.add_argument("raw", help="what `measure` wrote")
     sampling.add_argument("-o", "--output", required=True, help="file to write, .jsonl")
@@ -67,6 +70,8 @@ def main(arguments: Optional[List[str]] = None) -> int:
         return _fit(chosen)
     if chosen.command == "sample":
         return _sample(chosen)
+    if chosen.command == "extend":
+        return _extend(chosen)
     if chosen.command == "check":
         from . import compare_programs
 
@@ -96,6 +101,21 @@ def _fit(chosen: argparse.Namespace) -> int:
     for name, kind, count, error, bad, tried in sorted(rows, key=lambda it: -it[3]):
         print(f"{name:55} {kind:10} {count:6} {error:8.2%}  {bad} of {tried}")
     print(f"{len(table['outputs'])} operators ask for outputs only, {len(rows)} have rules; {len(text) / 1024:.0f} KiB")
+    return 0
+
+
+def _extend(chosen: argparse.Namespace) -> int:
+    """Adds the convolutions of whole programs to a table."""
+    from . import compare_programs, convolutions, fit
+
+    table = json.loads(Path(chosen.table).read_text())
+    samples = [it for path in chosen.operators for _, _, calls in compare_programs.programs(path) for it in calls]
+    for name in fit.CONVOLUTIONS:
+        rule = table["operators"][name]
+        before = sum(map(len, rule["near"].values()))
+        rule.update(convolutions.fit([it for it in samples if it.call.name == name], rule))
+        print(f"{name}: {sum(map(len, rule['near'].values())) - before} more")
+    Path(chosen.table).write_text(json.dumps(table, separators=(",", ":")) + "\n")
     return 0
 
 

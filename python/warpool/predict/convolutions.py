@@ -3,19 +3,22 @@
 cuDNN chooses an algorithm by heuristics that are not public, and the workspace follows from the algorithm. Most
 workspaces are copies of input, output and weights in the layout channels_last, with channels padded to 16 bytes: which
 of the three are copied is taken from the nearest measured convolution of the same kind, and the bytes are computed for
-the convolution asked about. Others keep their ratio to the bytes of all three. This holds without
+the convolution asked about. A gradient of the weights has sums of slices beside all three, one for each multiprocessor:
+these are as large as for the nearest. Other workspaces keep their ratio to the bytes of all three. This holds without
 `torch.backends.cudnn.benchmark`, which tries all algorithms with their workspaces.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from .calls import Array, Call, product
 
 FORWARD, INPUT, WEIGHT = "forward", "gradient of the input", "gradient of the weight"
 # Offsets that cuDNN adds for alignment are below.
 SMALL = 2048
+# Sums of slices are not larger.
+SLICES = 32 << 20
 
 
 class Problem(NamedTuple):
@@ -85,7 +88,7 @@ def _alignment(channels: int) -> int:
 
 
 def label(problem: Problem, size: int) -> List[Any]:
-    """A workspace as [which parts, padded, rest], or [ratio to all parts], or [small bytes]."""
+    """A workspace as [which parts, padded, rest], or [ratio to all parts]."""
     if size < SMALL:
         return [0, 0, size]
     for padded in (0, 1):
@@ -101,6 +104,10 @@ def label(problem: Problem, size: int) -> List[Any]:
             rest = size - sum(part for place, part in enumerate(parts) if mask >> place & 1) - parts[doubled]
             if 0 <= rest < 1024:
                 return [mask, 2 + doubled, rest]
+    for padded in (0, 1):
+        slices = size - sum(problem.parts(bool(padded)))
+        if 0 <= slices <= SLICES:
+            return [7, padded, int(float(f"{slices:.3g}"))]
     return [float(f"{size / max(1, sum(problem.parts(False))):.3g}")]
 
 
@@ -200,11 +207,12 @@ def _use(rule: Dict[str, Any], problem: Problem, name: str) -> List[Tuple[Any, .
 # Fitting.
 
 
-def fit(measured: Sequence[Any]) -> Dict[str, Any]:
-    """The rule, of samples of convolutions forward and backward."""
-    labels: Dict[str, int] = {}
-    near: Dict[str, List[Any]] = {}
-    seen = set()
+def fit(measured: Sequence[Any], known: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+    """The rule, of samples of convolutions forward and backward; added to one that is known."""
+    known = known or {"near": {}, "labels": []}
+    labels: Dict[str, int] = {repr(it): number for number, it in enumerate(known["labels"])}
+    near: Dict[str, List[Any]] = {category: list(points) for category, points in known["near"].items()}
+    seen = {(category, tuple(point)) for category, points in near.items() for point, _ in points}
     for it in measured:
         for problem, size in found(it):
             key = (problem.category, tuple(problem.point))

@@ -18,6 +18,8 @@ class Machine(NamedTuple):
 FORMULAS: Dict[str, Callable[[Call, Dict[str, Any], Machine], List[Event]]] = {}
 # Operators that a formula is for, with choices of its constants.
 OPERATORS: Dict[str, Tuple[str, List[Dict[str, Any]]]] = {}
+# Rules that follow from PyTorch's source alone, for operators that were not measured.
+DERIVED: Dict[str, Dict[str, Any]] = {}
 
 
 def formula(name: str) -> Callable[[Any], Any]:
@@ -739,6 +741,42 @@ def upsample_backward(call: Call, rule: Dict[str, Any], machine: Machine) -> Lis
 
 
 OPERATORS["aten.upsample_bilinear2d_backward.default"] = _plain("upsample_backward")
+
+
+@formula("upsample_nearest")
+def upsample_nearest(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """UpSampleNearest*.cu: a copy of an argument that is neither contiguous nor, in two dimensions, channels_last."""
+    name = "grad_output" if "backward" in call.name else "self"
+    if call.outputs and call[name].dim == 4 and call[name].channels_last and call.outputs[0].channels_last:
+        return _made(call)
+    before, after = _copies(call, (name,))
+    return _made(call) + before + after
+
+
+for _name in ("1d", "2d", "3d"):
+    for _kind in ("upsample_nearest", "_upsample_nearest_exact"):
+        for _pass in ("", "_backward"):
+            DERIVED[f"aten.{_kind}{_name}{_pass}.default"] = {"formula": "upsample_nearest"}
+
+
+@formula("binary_cross_entropy_with_logits")
+def binary_cross_entropy_with_logits(call: Call, rule: Dict[str, Any], machine: Machine) -> List[Event]:
+    """Loss.cpp: the logarithms of the sigmoids, with the weights of positives; the losses; their mean or sum."""
+    array, target, positive = call["self"], call["target"], call["pos_weight"]
+    losses = array if array.itemsize >= target.itemsize else target
+    events: List[Event] = [("alloc", "sigmoids", array.nbytes)]
+    if positive is not None:
+        events += [("alloc", "weight", positive.nbytes), ("alloc", "weights", losses.nbytes)]
+        events += [("free", "weight"), ("free", "weights")]
+    if call["reduction"] == 0:
+        return [*events, *_made(call), ("free", "sigmoids")]
+    events += [("alloc", "losses", losses.nbytes), *_made(call)]
+    vector = 8 if losses.itemsize == 2 else 4
+    events += reduced(losses, [], machine, max(4, losses.itemsize), vector)
+    return [*events, ("free", "losses"), ("free", "sigmoids")]
+
+
+OPERATORS["aten.binary_cross_entropy_with_logits.default"] = _plain("binary_cross_entropy_with_logits")
 
 
 # Recurrent layers: cuDNN's workspace is not public. It has 8 MiB for each layer and direction, the weights once, and

@@ -30,7 +30,7 @@ class Steps(NamedTuple):
 
     # ("output", i), ("alloc", name, bytes), ("free", name), in order.
     order: List[Step]
-    # (key, bytes) of what a library keeps, for each stream, from its first use on.
+    # (key, bytes) of what a library keeps, for each stream, from its first use on: after all in `order`.
     kept: List[Tuple[str, int]] = []
     # Bytes of outputs whose storage is larger than their elements.
     sizes: Dict[int, int] = {}
@@ -44,7 +44,10 @@ class Table:
         self.machine = formulas.Machine(rules["multiprocessors"], rules["threads"])
         self.capability: Tuple[int, int] = tuple(rules.get("capability", (9, 0)))  # type: ignore[assignment]
         self.only_outputs = frozenset(rules["outputs"])
-        self.operators: Dict[str, Any] = rules["operators"]
+        self.operators: Dict[str, Any] = {**formulas.DERIVED, **rules["operators"]}
+        for name, same in _SAME.items():
+            if same in self.operators:
+                self.operators.setdefault(name, self.operators[same])
         self._known: Dict[Any, Optional[Steps]] = {}
         self._pointwise: Dict[Any, bool] = {}
 
@@ -71,11 +74,12 @@ class Table:
     def steps(self, func: Any, args: Sequence[Any], kwargs: Dict[str, Any], outputs: Sequence[Any]) -> Optional[Steps]:
         """What the call asks for; None if there is no rule. `outputs` are the new tensors on the GPU."""
         name = str(func)
-        if name in self.only_outputs:
-            return _outputs_only(len(outputs))
         rule = self.operators.get(name)
         if rule is None:
-            return _outputs_only(len(outputs)) if self._is_harmless(func, name) else None
+            if name not in self.only_outputs:
+                return _outputs_only(len(outputs)) if self._is_harmless(func, name) else None
+            if _base(name) not in _PRODUCTS:
+                return _outputs_only(len(outputs))
         made = calls.call(func, args, kwargs, outputs)
         key = (name, _frozen(made.arguments), tuple(made.outputs))
         try:
@@ -89,11 +93,11 @@ class Table:
 
     def of(self, call: Call) -> Optional[Steps]:
         """The same for a call as plain data; the keys of `kept` do not name the thread."""
-        if call.name in self.only_outputs:
-            return _outputs_only(len(call.outputs))
         rule = self.operators.get(call.name)
         if rule is None:
-            return None
+            if call.name not in self.only_outputs:
+                return None
+            return _outputs_only(len(call.outputs))._replace(kept=kept(call, self.capability))
         events = events_of(rule, call, self.machine)
         return Steps(_complete(events, call.outputs), kept(call, self.capability), sizes(call))
 
@@ -115,6 +119,13 @@ class Table:
             return f"{space}.{base}.{overload[:-10] or 'default'}" in self.only_outputs
         return overload == "out" and f"{space}.{base}.default" in self.only_outputs
 
+
+# Operators that were not measured, and others that run the same kernel on the same arguments.
+_SAME = {
+    "aten.native_batch_norm.default": "aten._native_batch_norm_legit.default",
+    "aten._is_all_true.default": "aten.all.default",
+    "aten._is_any_true.default": "aten.any.default",
+}
 
 # Threads that a multiprocessor holds, by compute capability, where it is not 2048 (CUDA programming guide).
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}
@@ -156,6 +167,11 @@ def thread() -> str:
     return "thread" if threading.current_thread() is threading.main_thread() else f"thread {threading.get_ident()}"
 
 
+def _base(name: str) -> str:
+    """The operator's name without its namespace and overload."""
+    return name.split(".", 2)[1]
+
+
 def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((name, _frozen(it)) for name, it in value.items())
@@ -187,7 +203,7 @@ CUBLAS, CUBLAS_BEFORE, CUBLASLT = 32 << 20, (2 * 4096 + 16 * 8) << 10, 1 << 20
 
 def kept(call: Call, capability: Tuple[int, int] = (9, 0)) -> List[Tuple[str, int]]:
     """What a call makes a library keep, if it is the first."""
-    base = call.name.split(".")[1]
+    base = _base(call.name)
     if base not in _PRODUCTS:
         return []
     added = call["self"]
@@ -203,7 +219,7 @@ _REDUCED_LATER = frozenset(["mse_loss", "smooth_l1_loss", "binary_cross_entropy"
 
 def sizes(call: Call) -> Dict[int, int]:
     """Bytes of outputs whose memory is larger than their elements."""
-    if call.name.split(".")[1] not in _REDUCED_LATER or not call.outputs or call["reduction"] == 0:
+    if _base(call.name) not in _REDUCED_LATER or not call.outputs or call["reduction"] == 0:
         return {}
     size = call["self"].numel * call.outputs[0].itemsize
     return {0: size} if size > call.outputs[0].nbytes else {}
