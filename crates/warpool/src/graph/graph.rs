@@ -81,7 +81,7 @@ use crate::{Device, Result, Stream};
 /// ```
 /// Nor can a raw call be given the handle of a graph's pool, to release it:
 /// ```compile_fail,E0308
-/// # use warpool::{graph::Graph, memory::PrivatePools};
+/// # use warpool::{graph::Graph, memory::pools::PrivatePools};
 /// # fn released(graph: &Graph, pools: &dyn PrivatePools) -> warpool::Result<()> {
 /// pools.release_pool(graph.device().id(), graph.pool()?)
 /// # }
