@@ -261,6 +261,14 @@ class Operators(unittest.TestCase):
         self.assertAlmostEqual(report.unmodelled_share, 2 / 3)
         self.assertIn("relu (2)", str(report))
 
+    def test_convolutions_unlike_any_that_was_measured_are_named(self) -> None:
+        with warpool.predict.recording() as run:
+            images = torch.zeros(3, 5, 900, 30, device="cuda", dtype=torch.float16)
+            weights = torch.zeros(301, 5, 41, 3, device="cuda", dtype=torch.float16)
+            torch.nn.functional.conv2d(images, weights, stride=13)
+        self.assertEqual([(row["operator"], row["count"]) for row in run.report.guessed], [("convolution", 1)])
+        self.assertIn("Unlike any convolution that was measured: convolution (1)", str(run.report))
+
 
 class Streams(unittest.TestCase):
     def test_blocks_belong_to_the_current_stream(self) -> None:

@@ -173,6 +173,20 @@ class Rules(unittest.TestCase):
             )
             self.assertIn(("alloc", "workspace", workspace), TABLE.of(found).order, shape)
 
+    def test_convolutions_unlike_any_that_was_measured_are_guesses(self) -> None:
+        spread = {"padding": (0, 0), "dilation": (1, 1), "transposed": False, "output_padding": (0, 0), "groups": 1}
+
+        def is_guess(image: Array, weight: Array, output: Array, stride: tuple) -> bool:
+            given = {"input": image, "weight": weight, "bias": None, "stride": stride, **spread}
+            return TABLE.of(call("aten.convolution.default", output, **given)).is_guess
+
+        measured = [it for it in SAMPLES if it.call.name == "aten.convolution.default"]
+        self.assertLess(sum(TABLE.of(it.call).is_guess for it in measured), len(measured) / 2)
+        image, output = array(2, 64, 56, 56, dtype="float16"), array(2, 64, 54, 54, dtype="float16")
+        self.assertFalse(is_guess(image, array(64, 64, 3, 3, dtype="float16"), output, (1, 1)))
+        image, output = array(3, 5, 900, 30, dtype="float16"), array(3, 301, 67, 3, dtype="float16")
+        self.assertTrue(is_guess(image, array(301, 5, 41, 3, dtype="float16"), output, (13, 13)))
+
     def test_what_cublas_keeps(self) -> None:
         out, left, right = array(4, 4), array(4, 8), array(8, 4)
         self.assertEqual(operators.kept(call("aten.mm.default", out, self=left, mat2=right)), [("cublas", 32 << 20)])

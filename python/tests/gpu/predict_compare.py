@@ -68,7 +68,12 @@ def main() -> int:
         if real:
             off.append(row["outside"] - real)
             text += f" ({off[-1] / 2**20:+.1f} MiB)"
-        print(f"{text} | unmodelled {row['unmodelled_share']:.1%}, {len(row['assumptions'])} assumptions", flush=True)
+        guessed = sum(each["count"] for each in row["guessed"])
+        print(
+            f"{text} | unmodelled {row['unmodelled_share']:.1%}, {guessed} guesses, "
+            f"{len(row['assumptions'])} assumptions",
+            flush=True,
+        )
     if errors:
         shares = [error for error, _, _ in errors]
         worst = max(errors)
@@ -113,7 +118,7 @@ def child(name: str, programs: str, snapshots: Any) -> int:
             "capped": needs["smallest_device_bytes"] - report["context_bytes"],
         }
     row["outside"] = report["context_bytes"]
-    for key in ("assumptions", "unmodelled", "unmodelled_share", "remarks", "operators", "seconds_recorded"):
+    for key in ("assumptions", "unmodelled", "unmodelled_share", "guessed", "remarks", "operators", "seconds_recorded"):
         row[key] = report[key]
     sys.stdout.flush()
     print("@" + json.dumps(row), flush=True)

@@ -134,6 +134,8 @@ class Recorder(TorchDispatchMode):
         self.streams = Streams()
         self.live: Dict[int, _Death] = {}
         self.unmodelled: Dict[str, List[int]] = {}
+        # Operators unlike any that was measured: how many calls, and the most that one of them was taken to ask for.
+        self.guessed: Dict[str, List[int]] = {}
         self.operators: Dict[str, int] = {}
         self.kept: Dict[Any, Block] = {}
         self.outside = _outside.Outside()
@@ -320,6 +322,11 @@ class Recorder(TorchDispatchMode):
         if not outputs and not steps.order and not steps.kept:
             return
         stack = self._stack(kind.native)
+        if getattr(steps, "is_guess", False):
+            most = max((step[2] for step in steps.order if step[0] == "alloc"), default=0)
+            count = self.guessed.setdefault(kind.name, [0, 0])
+            count[0] += 1
+            count[1] = max(count[1], most)
         device = self._device(args, kwargs, outputs)
         stream = self.stream(device)
         sizes = getattr(steps, "sizes", {})

@@ -87,6 +87,10 @@ class Report:
             ],
             "unmodelled_share": sum(count[0] for count in recorder.unmodelled.values()) / max(operators, 1),
             "unmodelled_output_bytes": unmodelled_bytes,
+            "guessed": [
+                {"operator": name, "count": count, "bytes_max": size}
+                for name, (count, size) in sorted(recorder.guessed.items(), key=lambda each: -each[1][1])
+            ],
             "allocations": log.allocations,
             "pinned_host_bytes": recorder.host_bytes,
             "seconds_recorded": round(recorded_seconds, 3),
@@ -229,6 +233,14 @@ class Report:
             ]
         else:
             lines += ["All operators are in the table of what operators allocate inside (0 % are not).", ""]
+        if data["guessed"]:
+            names = ", ".join(f"{row['operator']} ({row['count']})" for row in data["guessed"])
+            lines[-1:] = [
+                f"Unlike any convolution that was measured: {names}. The workspaces that cuDNN takes for them are "
+                f"guesses, of up to {size_text(max(row['bytes_max'] for row in data['guessed']))}: the peaks may be off by "
+                "more than 5 %.",
+                "",
+            ]
         if data["table"] is not None:
             lines[-1:] = [f"The table was measured on {data['table']}.", ""]
         return lines

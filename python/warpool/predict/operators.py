@@ -34,6 +34,8 @@ class Steps(NamedTuple):
     kept: List[Tuple[str, int]] = []
     # Bytes of outputs whose storage is larger than their elements.
     sizes: Dict[int, int] = {}
+    # Nothing like it was measured.
+    is_guess: bool = False
 
 
 class Table:
@@ -99,7 +101,8 @@ class Table:
                 return None
             return _outputs_only(len(call.outputs))._replace(kept=kept(call, self.capability))
         events = events_of(rule, call, self.machine)
-        return Steps(_complete(events, call.outputs), kept(call, self.capability), sizes(call))
+        is_guess = "near" in rule and convolutions.is_guess(rule, call)
+        return Steps(_complete(events, call.outputs), kept(call, self.capability), sizes(call), is_guess)
 
     def _is_harmless(self, func: Any, name: str) -> bool:
         found = self._pointwise.get(func)
