@@ -296,7 +296,7 @@ fn help_has_examples() {
 #[test]
 fn closed_stdout_is_not_an_error() {
     let mut child = Command::new(env!("CARGO_BIN_EXE_warpool"))
-        .args(["selftest", "--driver", "sim", "--json"])
+        .args(["selftest", "--driver", "sim", "--suite", "streams", "--suite", "events", "--json"])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
