@@ -179,16 +179,16 @@ impl Run<'_> {
     }
 
     fn allocate(&mut self) {
-        let tag = (!self.context.rng.one_in(5)).then(|| self.context.rng.below(TAGS.len()));
+        let mut tag = (!self.context.rng.one_in(5)).then(|| self.context.rng.below(TAGS.len()));
+        // Replays use what their capture freed, which the pool gives to later requests.
+        if tag == Some(GRAPHS) && !self.graphs.is_empty() {
+            tag = Some(0);
+        }
         let bytes = match self.is_small {
             true => self.context.rng.pick(&[100, 5000, MIB, 3 * MIB, 12 * MIB, 30 * MIB]),
             false => draw_bytes(&mut self.context.rng),
         };
         let stream = self.context.rng.below(STREAMS);
-        // Replays use what their capture freed, which the pool gives to later requests.
-        if tag == Some(GRAPHS) && !self.graphs.is_empty() {
-            return;
-        }
         self.context.step(format!("allocate {bytes} for {tag:?} on stream {stream}"));
         self.context.counts.operations += 1;
         let id = self.machine.stream(0, stream).id();
