@@ -5,7 +5,9 @@
 
 use libfuzzer_sys::fuzz_target;
 use warpool::memory::MemPoolId;
-use warpool::memory::report::{Action, BlockInfo, BlockState, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, TraceEntry};
+use warpool::memory::report::{
+    Action, BlockInfo, BlockState, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, TraceEntry,
+};
 use warpool_trace::explain::{ExplainOptions, explain};
 use warpool_trace::replay::{AllocatorChoice, ReplayOptions, replay};
 use warpool_trace::timeline::{TimelineOptions, timelines};

@@ -1,9 +1,9 @@
 //! Recordings of GPU memory: what a program allocated and freed, and what its allocator did.
 //!
 //! Reads memory snapshots of PyTorch (`torch.cuda.memory._dump_snapshot`) and logs of RMM, as a
-//! [`Snapshot`](warpool::memory::report::Snapshot): plain, compressed with xz, gzip, zstd or bzip2, or in a zip archive (which
-//! `torch.save` writes) or tar archive. [`write_snapshot`] writes one, for Python and for PyTorch's viewer. [`replay`]
-//! replays a recording on the simulated GPU and answers what-if questions.
+//! [`Snapshot`](warpool::memory::report::Snapshot): plain, compressed with xz, gzip, zstd or bzip2, or in a zip archive
+//! (which `torch.save` writes) or tar archive. [`write_snapshot`] writes one, for Python and for PyTorch's viewer.
+//! [`replay`] replays a recording on the simulated GPU and answers what-if questions.
 //!
 //! ```
 //! use warpool::memory::MemPoolId;

@@ -1,6 +1,7 @@
-"""Predicts the programs of `predict_programs.py`, without a GPU, and compares with what they took: `predict_truth.jsonl`
-has what `predict_truth.py` measured on an H200. `python predict_compare.py [--only NAME] [--out predicted.jsonl]`;
-`--programs stranger_programs` for those of that file.
+"""Predicts the programs of `predict_programs.py`, without a GPU, and compares with what they took.
+
+`predict_truth.jsonl` has what `predict_truth.py` measured on an H200. `python predict_compare.py [--only NAME]
+[--out predicted.jsonl]`; `--programs stranger_programs` for those of that file.
 
 `--verdicts FILE` writes what `predict_truth.py --verdict` tries on a GPU.
 """
