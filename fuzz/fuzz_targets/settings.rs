@@ -4,8 +4,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use warpool::memory::{Settings, SizeRules};
 use warpool::memory::settings::lint;
+use warpool::memory::{Settings, SizeRules};
 
 fuzz_target!(|text: &str| {
     let checked = lint(text);

@@ -237,7 +237,8 @@ class Report:
             names = ", ".join(f"{row['operator']} ({row['count']})" for row in data["guessed"])
             lines[-1:] = [
                 f"Unlike any convolution that was measured: {names}. The workspaces that cuDNN takes for them are "
-                f"guesses, of up to {size_text(data['guessed'][0]['bytes_max'])}: the peaks may be off by more than 5 %.",
+                f"guesses, of up to {size_text(data['guessed'][0]['bytes_max'])}: the peaks may be off by more than "
+                "5 %.",
                 "",
             ]
         if data["table"] is not None:
