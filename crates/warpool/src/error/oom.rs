@@ -18,8 +18,8 @@ pub enum OomCause {
     Rejected,
     /// An external allocator or a pool's upstream, which supplies the memory instead of the driver, is full.
     External,
-    /// The cap of a [`Limited`](crate::memory::Limited) allocator, which is the report's `bytes_limit`. The inner
-    /// allocator was not called.
+    /// The cap of a [`Limited`](crate::memory::decorate::Limited) allocator, which is the report's `bytes_limit`. The
+    /// inner allocator was not called.
     Cap {
         /// Bytes allocated through it.
         held: u64,
