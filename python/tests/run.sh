@@ -12,27 +12,17 @@ unset WARPOOL_CONF PYTORCH_CUDA_ALLOC_CONF
 # With the features of `cargo test --workspace`, after which little is left to compile.
 cargo build --workspace --all-targets
 export WARPOOL_ANSWERS_LIBRARY=$target/debug/libwarpool_answers.so WARPOOL_COMMAND=$target/debug/warpool
-# Ray's example, where the package can be installed; a test says so where not.
-ray=$target/ray
-if ! "$ray/bin/python" -c "import ray" 2>/dev/null; then
-  python3 -m venv --clear "$ray" && timeout 600 "$ray/bin/pip" install --quiet --disable-pip-version-check ray || true
-fi
-if "$ray/bin/python" -c "import ray" 2>/dev/null; then
-  export WARPOOL_RAY_PYTHON=$ray/bin/python
+# PyTorch and Ray. A test that needs one says so where it could not be installed.
+python/tests/environments
+if "$target/ray/bin/python" -c "import ray" 2>/dev/null; then
+  export WARPOOL_RAY_PYTHON=$target/ray/bin/python
 fi
 for test in answers ranks native enable sleep backend compare; do
   PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so python3 "python/tests/test_$test.py"
 done
 PYTHONPATH=python python3 python/tests/test_predict_parts.py
-# Predictions, with the real PyTorch for CUDA (no GPU is needed): installed once, 3 GB. WARPOOL_TORCH_PYTHON names a
-# Python that has it.
+# Predictions, with the real PyTorch for CUDA (no GPU is needed).
 torch_python=${WARPOOL_TORCH_PYTHON:-$target/torch/bin/python}
-if ! "$torch_python" -c 'import numpy, torch' 2>/dev/null; then
-  python3 -m venv --clear "$target/torch" &&
-    timeout 1200 "$target/torch/bin/pip" install -q --no-cache-dir numpy 'torch==2.11.*' ||
-    true
-  torch_python=$target/torch/bin/python
-fi
 if "$torch_python" -c 'import numpy, torch' 2>/dev/null; then
   PYTHONPATH=python "$torch_python" python/tests/test_predict_operators.py
   PYTHONPATH=python "$torch_python" python/tests/test_predict.py

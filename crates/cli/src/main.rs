@@ -6,8 +6,6 @@
 
 mod bench;
 mod capacity;
-#[cfg(feature = "planted-defects")]
-mod defects;
 mod diff;
 mod driver;
 mod explain;
@@ -83,10 +81,6 @@ enum Command {
     Bench(bench::Args),
     Completions(shell::CompletionsArgs),
     Man(shell::ManArgs),
-    /// Lists the planted defects of this test build, as JSON
-    #[cfg(feature = "planted-defects")]
-    #[command(hide = true)]
-    Defects,
     #[command(name = peer::NAME, hide = true)]
     Peer(peer::Args),
 }
@@ -123,8 +117,6 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args, &mut Output::stdout(args.json)),
         Command::Completions(args) => shell::completions(&args, &Cli::command(), &mut Output::stdout(false)),
         Command::Man(_) => shell::man(&Cli::command(), &mut Output::stdout(false)),
-        #[cfg(feature = "planted-defects")]
-        Command::Defects => defects::run(&mut Output::stdout(true)),
         Command::Peer(args) => peer::run(&args),
     };
     match result {

@@ -42,30 +42,30 @@ fn placement_is_that_of_a_naive_model() {
 #[test]
 fn blocks_are_never_overwritten_by_other_owners() {
     let kinds = ["faults", "panics", "out of memory", "captures", "replays", "use elsewhere"];
-    find_nothing(Campaign::Device, 400, &kinds);
+    find_nothing(Campaign::Device, 200, &kinds);
 }
 
 #[test]
 fn no_page_is_shared_by_two_owners() {
     let kinds = ["faults", "out of memory", "captures", "replays", "use elsewhere", "pool", "shortage"];
     let pages = ["page taken", "page taken back", "old mapping undone"];
-    find_nothing(Campaign::Pages, 200, &[&kinds[..], &pages].concat());
+    find_nothing(Campaign::Pages, 100, &[&kinds[..], &pages].concat());
 }
 
 #[test]
 fn captured_work_leaves_what_it_would_leave_without_a_graph() {
     let kinds = ["captures", "failed captures", "replays", "reset", "product", "random numbers", "body"];
-    find_nothing(Campaign::Replays, 300, &[&kinds[..], &["other thread", "ended by another thread"]].concat());
+    find_nothing(Campaign::Replays, 200, &[&kinds[..], &["other thread", "ended by another thread"]].concat());
 }
 
 #[test]
 fn graphs_own_their_memory_whatever_fails() {
-    find_nothing(Campaign::Captures, 400, &["faults", "captures", "failed captures", "replays"]);
+    find_nothing(Campaign::Captures, 200, &["faults", "captures", "failed captures", "replays"]);
 }
 
 #[test]
 fn streams_come_and_go() {
-    find_nothing(Campaign::Streams, 400, &["faults", "out of memory"]);
+    find_nothing(Campaign::Streams, 200, &["faults", "out of memory"]);
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn typed_memory_has_the_contents_of_a_model() {
 fn memory_that_slept_keeps_addresses_and_contents() {
     let kinds = ["faults", "out of memory", "captures", "replays", "refused", "freed asleep", "slept", "discarded"];
     let more = ["woken", "sleep failed", "wake failed", "replay refused", "limited"];
-    find_nothing(Campaign::Sleep, 100, &[&kinds[..], &more].concat());
+    find_nothing(Campaign::Sleep, 60, &[&kinds[..], &more].concat());
 }
 
 #[test]
@@ -88,5 +88,5 @@ fn pinned_memory_is_not_reused_while_it_is_in_use() {
 
 #[test]
 fn threads_do_not_deadlock_or_leak() {
-    find_nothing(Campaign::Threads, 100, &["faults", "out of memory", "captures", "replays"]);
+    find_nothing(Campaign::Threads, 60, &["faults", "out of memory", "captures", "replays"]);
 }

@@ -22,13 +22,7 @@ macro_rules! defects {
         #[cfg(feature = "planted-defects")]
         impl Defect {
             /// All of them, by number.
-            pub const ALL: &[Self] = &[$(Self::$name),*];
-
-            /// What the code does wrong.
-            #[must_use]
-            pub const fn rule(self) -> &'static str {
-                match self { $(Self::$name => $rule),* }
-            }
+            const ALL: &[Self] = &[$(Self::$name),*];
         }
     };
 }

@@ -102,11 +102,7 @@
 pub mod blas;
 mod capture;
 mod capture_status;
-#[cfg(not(feature = "planted-defects"))]
 mod defect;
-#[cfg(feature = "planted-defects")]
-#[doc(hidden)]
-pub mod defect;
 mod error;
 pub mod generator;
 pub mod graph;

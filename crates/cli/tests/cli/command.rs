@@ -103,7 +103,10 @@ fn info_without_driver_lists_all_drivers() {
 
 #[test]
 fn selftest_reports_each_check_and_then_the_totals() {
-    let objects = objects("selftest --driver sim --seed 3 --json", 0);
+    // Those that take no time; all of them run in the tests of `warpool-conformance`.
+    let suites = ["streams", "events", "memory", "graphs", "virtual_memory", "capture", "foreign", "processes"];
+    let suites = suites.map(|suite| format!("--suite {suite}")).join(" ");
+    let objects = objects(&format!("selftest --driver sim --seed 3 --json {suites}"), 0);
     let (totals, checks) = objects.split_last().expect("at least the totals");
     assert_eq!(keys(totals), ["passed", "failed", "skipped"]);
     let count = |result: &str| checks.iter().filter(|check| check["result"] == result).count() as u64;
@@ -190,14 +193,14 @@ fn bench_rows_have_their_baseline() {
 
 #[test]
 fn scale_bench_compares_two_sizes() {
-    let output = run("bench scale --ops 20 --json");
+    let output = run("bench scale --ops 2 --json");
     assert!(matches!(output.status.code(), Some(0 | 1)), "{}", text(&output.stderr));
     let rows = rows(&output);
     assert_eq!(rows.len(), 19);
     for row in rows {
         let number = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("no {key}: {row}"));
         assert_eq!((&row["bench"], &row["baseline"]), (&Value::from("scale"), &Value::from("the same beside fewer")));
-        assert!(number("n") <= 20.0 && number("n_baseline") < number("n") && row["of"].is_string(), "{row}");
+        assert!(number("n") <= 2.0 && number("n_baseline") < number("n") && row["of"].is_string(), "{row}");
         assert!((number("ratio") - number("ns") / number("baseline_ns")).abs() < 1e-6);
         let expected = if row["of"] == "threads" || !cfg!(target_os = "linux") { "elapsed" } else { "processor" };
         assert_eq!(row["time"], expected, "{row}");

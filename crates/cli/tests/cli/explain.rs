@@ -124,7 +124,7 @@ fn tune_ranks_candidates_and_has_a_line_to_paste() {
     assert!(candidates.len() >= 12, "{}", candidates.len());
     assert!(candidates.iter().any(|candidate| candidate["recorded"] == true && candidate["fits"] == false));
     assert_eq!(candidates[0]["fits"], true);
-    let output = warpool(&["tune", &file, "--orders", "1"]);
+    let output = warpool(&["tune", &recording("oom_limit.default"), "--orders", "1"]);
     let stdout = text(&output.stdout);
     assert!(stdout.contains("\nexport PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True    # before"), "{stdout}");
     assert!(stdout.contains("\nimport warpool.torch; warpool.torch.enable("), "{stdout}");

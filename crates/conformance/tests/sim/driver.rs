@@ -7,8 +7,7 @@ use warpool_conformance::{Level, Options, Outcome, Report, SUITES, Summary, run}
 use warpool_driver::decorate::{Counting, FaultPlan, Faulty};
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::{Call, DeviceId, Driver, ErrorCode, Library};
-
-use crate::seeds;
+use warpool_testing::seeds;
 
 fn sim(seed: u64, devices: u32) -> Arc<SimDriver> {
     Arc::new(SimDriver::new(SimConfig::default().with_seed(seed).with_devices(devices)))

@@ -5,16 +5,16 @@ use std::sync::Arc;
 use warpool_conformance::{Level, Options, Outcome, run};
 use warpool_driver::sim::{Hazard, HazardKind, SimConfig, SimDriver};
 use warpool_driver::{DeviceId, Driver, Library};
-
-use crate::seeds;
+use warpool_testing::{in_parallel, seeds};
 
 fn options() -> Options {
     Options { level: Some(Level::Resources), ..Options::default() }
 }
 
+/// Checks of the paged allocator depend on the order of work, which differs from seed to seed.
 #[test]
 fn resources_conform_on_the_simulated_gpu() {
-    for seed in seeds(2) {
+    in_parallel(&seeds(2).collect::<Vec<u64>>(), |&seed| {
         let sim = Arc::new(SimDriver::new(SimConfig::default().with_seed(seed).with_devices(2)));
         let driver = Arc::clone(&sim) as Arc<dyn Driver>;
         let before = sim.object_counts();
@@ -32,25 +32,7 @@ fn resources_conform_on_the_simulated_gpu() {
         let hazards: Vec<Hazard> = sim.hazards().into_iter().filter(|hazard| !on_purpose(hazard.kind)).collect();
         assert!(hazards.is_empty(), "seed {seed}: {hazards:#?}");
         assert_eq!(sim.object_counts(), before, "seed {seed}");
-    }
-}
-
-/// Its checks depend on the order of work, which differs from seed to seed.
-#[test]
-fn the_paged_allocator_conforms_with_many_seeds() {
-    for seed in seeds(1) {
-        let sim = Arc::new(SimDriver::new(SimConfig::default().with_seed(seed)));
-        let driver = Arc::clone(&sim) as Arc<dyn Driver>;
-        let options = Options { suites: vec!["paged".to_owned()], seed, ..options() };
-        let mut problems = Vec::new();
-        run(&driver, &options, &mut |report| {
-            if report.outcome != Outcome::Passed {
-                problems.push(format!("{}: {:?}", report.check, report.outcome));
-            }
-        });
-        assert!(problems.is_empty(), "seed {seed}: {problems:#?}");
-        assert_eq!(sim.hazards(), [], "seed {seed}");
-    }
+    });
 }
 
 #[test]

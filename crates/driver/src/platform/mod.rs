@@ -7,11 +7,18 @@
 mod clock;
 #[doc(hidden)]
 pub mod descriptor;
+#[cfg(feature = "sim")]
 mod mapping;
+#[cfg(feature = "sim")]
+mod nameless_file;
 mod process;
 
 pub use clock::Instant;
 pub use descriptor::OwnedFd;
-pub(crate) use descriptor::{contents, descriptor_of};
+#[cfg(feature = "sim")]
 pub(crate) use mapping::Mapping;
-pub(crate) use process::{id as process_id, in_forked_child};
+#[cfg(feature = "sim")]
+pub(crate) use nameless_file::{contents, descriptor_of};
+#[cfg(feature = "sim")]
+pub(crate) use process::id as process_id;
+pub(crate) use process::in_forked_child;

@@ -1,6 +1,7 @@
 //! This process: its id, and what happens in a forked child of it.
 
 /// The id of this process; 0 where there are no processes.
+#[cfg(feature = "sim")]
 pub(crate) fn id() -> u32 {
     if cfg!(all(target_family = "wasm", target_os = "unknown")) { 0 } else { std::process::id() }
 }

@@ -72,7 +72,7 @@ fn segment(rng: &mut fastrand::Rng) -> SegmentInfo {
 
 #[test]
 fn recordings_of_no_program_do_not_panic() {
-    let (recordings, mut explained_count) = (3000 * scale(), 0);
+    let (recordings, mut explained_count) = (1500 * scale(), 0);
     for seed in 0..recordings {
         let mut rng = fastrand::Rng::with_seed(seed);
         let events = (0..rng.i64(1..60)).map(|time_us| entry(&mut rng, time_us)).collect();

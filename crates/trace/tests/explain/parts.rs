@@ -5,6 +5,8 @@ use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::explain::{ExplainOptions, Explanation, MomentChoice, MomentKind, Verdict, explain};
 use warpool_trace::replay::{ReplayOptions, replay};
 
+use warpool_testing::in_parallel;
+
 use crate::common::{RECORDINGS, recording};
 
 /// All recordings.
@@ -34,8 +36,8 @@ pub fn quick() -> ExplainOptions<'static> {
 
 #[test]
 fn parts_add_up_to_the_device_on_every_recording() {
-    for name in names() {
-        for explanation in explained(&name, &quick()) {
+    in_parallel(&names(), |name| {
+        for explanation in explained(name, &quick()) {
             for moment in &explanation.moments {
                 let known = moment.bytes_reserved + moment.request.and_then(|it| it.device_free).unwrap_or(0);
                 let total = explanation.device_bytes_total.unwrap_or(known);
@@ -49,7 +51,7 @@ fn parts_add_up_to_the_device_on_every_recording() {
                 assert_eq!(by_line, moment.parts.allocated, "{name}");
             }
             let peaks = explanation.peaks.expect("it has a history");
-            assert_eq!(peaks.reserved.bytes, recorded_peak(&name), "{name}: the peak of its segment events");
+            assert_eq!(peaks.reserved.bytes, recorded_peak(name), "{name}: the peak of its segment events");
             let is_oom = explanation.ooms > 0;
             let expected = if is_oom { MomentKind::OutOfMemory } else { MomentKind::Allocated };
             assert_eq!(explanation.moment().kind, expected, "{name}");
@@ -58,7 +60,7 @@ fn parts_add_up_to_the_device_on_every_recording() {
             }
             assert_eq!(explanation.verdict == Verdict::Fitted, !is_oom, "{name}");
         }
-    }
+    });
 }
 
 /// The state that the events lead to is the state of the snapshot.

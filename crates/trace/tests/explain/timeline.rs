@@ -31,48 +31,49 @@ fn of_sample(sample: &Sample) -> [u64; 4] {
 }
 
 #[test]
-fn allocations_and_ranges_give_the_state_at_every_position() {
-    for name in names() {
-        for timeline in timelines_of(&recording(&name).snapshot) {
-            assert_eq!(timeline.allocations_left_out, 0, "{name}");
-            let finest = &timeline.levels[0];
-            assert_eq!((finest.positions, finest.buckets.len() as u64), (1, timeline.events + 1), "{name}");
-            for step in 0..=40 {
-                let position = timeline.events * step / 40;
-                let sample = &finest.buckets[usize::try_from(position).expect("small")].sample;
-                assert_eq!(sums(&timeline, position), of_sample(sample), "{name} at {position}");
-                assert_eq!(sample.categories.iter().sum::<u64>(), sample.allocated, "{name} at {position}");
-                let free = sample.reserved - sample.live() - sample.waiting;
-                assert!(sample.cached <= free, "{name} at {position}: {sample:?}");
-            }
-            let most = finest.buckets.iter().map(|bucket| bucket.sample.live()).max();
-            assert_eq!(most, Some(timeline.peak_live.live()), "{name}");
+fn every_recording_is_drawn_as_its_events_and_its_explanation_say() {
+    warpool_testing::in_parallel(&names(), |name| {
+        for timeline in timelines_of(&recording(name).snapshot) {
+            expect_state_at_every_position(&timeline, name);
+            expect_samples_of_the_explanation(&timeline, name);
         }
+    });
+}
+
+/// Allocations and ranges give the state at every position.
+fn expect_state_at_every_position(timeline: &Timeline, name: &str) {
+    assert_eq!(timeline.allocations_left_out, 0, "{name}");
+    let finest = &timeline.levels[0];
+    assert_eq!((finest.positions, finest.buckets.len() as u64), (1, timeline.events + 1), "{name}");
+    for step in 0..=40 {
+        let position = timeline.events * step / 40;
+        let sample = &finest.buckets[usize::try_from(position).expect("small")].sample;
+        assert_eq!(sums(timeline, position), of_sample(sample), "{name} at {position}");
+        assert_eq!(sample.categories.iter().sum::<u64>(), sample.allocated, "{name} at {position}");
+        let free = sample.reserved - sample.live() - sample.waiting;
+        assert!(sample.cached <= free, "{name} at {position}: {sample:?}");
     }
+    let most = finest.buckets.iter().map(|bucket| bucket.sample.live()).max();
+    assert_eq!(most, Some(timeline.peak_live.live()), "{name}");
 }
 
 /// The moments of `explain` come from the blocks themselves.
-#[test]
-fn samples_are_those_of_the_explanation() {
-    for name in names() {
-        for timeline in timelines_of(&recording(&name).snapshot) {
-            let Timeline { levels, explanation, .. } = &timeline;
-            for moment in &explanation.moments {
-                let after = u64::from(moment.kind != MomentKind::OutOfMemory);
-                let position = moment.event.map_or(0, |event| event + after);
-                let sample = &levels[0].buckets[usize::try_from(position).expect("small")].sample;
-                let parts = &moment.parts;
-                let expected = [parts.allocated, parts.rounding, parts.waiting_for_streams, parts.reserved()];
-                assert_eq!(of_sample(sample), expected, "{name}");
-                for share in &moment.categories {
-                    assert_eq!(sample.categories[share.category.index()], share.bytes, "{name}: {share:?}");
-                }
-            }
-            let Explanation { ooms, .. } = explanation;
-            let marks = timeline.marks.iter().filter(|mark| mark.kind == MarkKind::OutOfMemory);
-            assert_eq!(marks.count() as u64, *ooms, "{name}");
+fn expect_samples_of_the_explanation(timeline: &Timeline, name: &str) {
+    let Timeline { levels, explanation, .. } = timeline;
+    for moment in &explanation.moments {
+        let after = u64::from(moment.kind != MomentKind::OutOfMemory);
+        let position = moment.event.map_or(0, |event| event + after);
+        let sample = &levels[0].buckets[usize::try_from(position).expect("small")].sample;
+        let parts = &moment.parts;
+        let expected = [parts.allocated, parts.rounding, parts.waiting_for_streams, parts.reserved()];
+        assert_eq!(of_sample(sample), expected, "{name}");
+        for share in &moment.categories {
+            assert_eq!(sample.categories[share.category.index()], share.bytes, "{name}: {share:?}");
         }
     }
+    let Explanation { ooms, .. } = explanation;
+    let marks = timeline.marks.iter().filter(|mark| mark.kind == MarkKind::OutOfMemory);
+    assert_eq!(marks.count() as u64, *ooms, "{name}");
 }
 
 #[test]
@@ -89,20 +90,15 @@ fn a_snapshot_without_a_history_is_one_position() {
 }
 
 #[test]
-fn retries_are_marked() {
-    let found = timelines_of(&recording("oom_stacks.fraction_6gib.pickle.xz").snapshot);
-    let retries: Vec<_> = found[0].marks.iter().filter(|mark| mark.kind == MarkKind::Retry).collect();
-    // PyTorch counted eight: the last is the one that failed, which released nothing.
-    assert_eq!(retries.len(), 7, "{retries:?}");
-    assert!(retries.iter().all(|mark| mark.bytes > 0));
-}
-
-#[test]
-fn what_it_takes_is_bounded() {
+fn retries_are_marked_and_what_it_takes_is_bounded() {
     let snapshot = recording("oom_stacks.fraction_6gib.pickle.xz").snapshot;
     let options = TimelineOptions { allocations_max: 5000, buckets_max: 3000, explain: quick() };
     let mut bounded = timelines(&snapshot, &options).expect("a recording").remove(0);
     let whole = timelines_of(&snapshot).remove(0);
+    let retries: Vec<_> = whole.marks.iter().filter(|mark| mark.kind == MarkKind::Retry).collect();
+    // PyTorch counted eight: the last is the one that failed, which released nothing.
+    assert_eq!(retries.len(), 7, "{retries:?}");
+    assert!(retries.iter().all(|mark| mark.bytes > 0));
     assert_eq!(bounded.allocations.len(), 5000);
     assert_eq!(bounded.allocations_left_out, whole.allocations.len() as u64 - 5000);
     assert!(bounded.levels[0].buckets.len() <= 3000);

@@ -3,6 +3,7 @@
 
 use std::io::Write as _;
 
+use warpool_testing::in_parallel;
 use warpool_trace::ReadError;
 
 use crate::common::{bytes, read, scale};
@@ -59,7 +60,7 @@ fn file_cut_at_any_byte_is_an_error() {
 
 #[test]
 fn file_with_any_byte_changed_is_an_error_or_another_snapshot() {
-    for name in FORMATS {
+    in_parallel(&FORMATS, |name| {
         let mut file = bytes(name);
         let whole = read(&file).expect("undamaged").snapshot;
         let compressed = !name.ends_with(".pickle");
@@ -76,7 +77,7 @@ fn file_with_any_byte_changed_is_an_error_or_another_snapshot() {
             }
             file[index] = before;
         }
-    }
+    });
 }
 
 #[test]

@@ -11,7 +11,7 @@ use warpool::driver::{
 use warpool::memory::raw::Request;
 use warpool::memory::{Allocate as _, DeviceAllocator, PagedAllocator, Settings};
 use warpool::{Device, Instance, Stream};
-use warpool_testing::Rng;
+use warpool_testing::{Rng, scaled};
 
 use crate::MIB;
 
@@ -120,7 +120,7 @@ fn work_of_a_destroyed_stream_is_waited_for() {
 #[test]
 fn addresses_of_streams_that_have_gone_are_used_again() {
     let gpu = Counted::with(SimConfig::default().with_capacity(16 << 30).without_suballocation_tracking());
-    for _ in 0..100_000 {
+    for _ in 0..scaled(20_000) {
         let (stream, theirs) = gpu.foreign();
         gpu.use_memory(&stream, 1000);
         gpu.use_memory(&stream, 3 * MIB);

@@ -318,7 +318,7 @@ fn no_split_blocks_are_whole_segments() {
 
 #[test]
 fn random_programs_over_pools_with_segments() {
-    for seed in seeds(20) {
+    for seed in seeds(8) {
         println!("seed: {seed}");
         let (machine, mut rng) = (Machine::new(), Rng::new(seed));
         let (source, streams) = (Source::new(&machine, 1 << 30), [machine.stream(), machine.stream()]);

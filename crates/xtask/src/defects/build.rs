@@ -1,5 +1,6 @@
-//! The command and the tests of `warpool` and `warpool-soak`, built with the feature `planted-defects`, and the list of
-//! defects.
+//! The command and the tests of `warpool` and `warpool-soak`, and the list of defects. A build of the whole workspace has
+//! the defects, since the package `warpool-tests` turns the feature `planted-defects` on: after `cargo test --workspace`
+//! nothing is compiled here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -8,6 +9,9 @@ use std::process::Command;
 use serde_json::Value;
 
 use super::list::CAUGHT_BY;
+
+/// Where the defects are declared, a line each: `1 NoEventBetweenHeaps: "what the code does wrong";`.
+const DECLARED: &str = include_str!("../../../warpool/src/defect.rs");
 
 /// The built binaries.
 pub struct Built {
@@ -38,26 +42,17 @@ impl Planted {
 }
 
 impl Built {
-    pub fn new(root: &Path, has_tests: bool) -> Result<Self, String> {
-        let command = executables(root, &["build", "--package", "warpool-cli"])?.into_values().next();
-        let tests = match has_tests {
-            true => executables(
-                root,
-                &[
-                    "test",
-                    "--no-run",
-                    "--lib",
-                    "--tests",
-                    "--package",
-                    "warpool",
-                    "--package",
-                    "warpool-tests",
-                    "--package",
-                    "warpool-soak",
-                ],
-            )?,
-            false => BTreeMap::new(),
-        };
+    pub fn new(root: &Path) -> Result<Self, String> {
+        let (mut command, mut tests) = (None, BTreeMap::new());
+        for executable in executables(root)? {
+            let Executable { folder, name, is_test, path } = executable;
+            match (folder.as_str(), is_test) {
+                ("crates/cli", false) => command = Some(path),
+                ("crates/warpool" | "crates/warpool/tests", true) => drop(tests.insert(name, path)),
+                ("crates/soak", true) if name == "campaigns" => drop(tests.insert(name, path)),
+                _ => {}
+            }
+        }
         Ok(Self { command: command.ok_or("cargo names no command")?, tests })
     }
 
@@ -86,26 +81,21 @@ impl Built {
         }
         Ok(())
     }
+}
 
-    /// The list, which the command has.
-    pub fn planted(&self) -> Result<Vec<Planted>, String> {
-        let listed = Command::new(&self.command).arg("defects").output();
-        let listed = listed.map_err(|error| format!("{}: {error}", self.command.display()))?;
-        if !listed.status.success() {
-            let error = String::from_utf8_lossy(&listed.stderr);
-            return Err(format!("{} has no list of defects: {error}", self.command.display()));
-        }
-        let text = String::from_utf8_lossy(&listed.stdout);
-        let planted = |line: &str| {
-            let object: Value = serde_json::from_str(line).map_err(|error| format!("{line}: {error}"))?;
-            let text = |key: &str| object[key].as_str().unwrap_or_default().to_owned();
-            let (number, name) = (object["number"].as_u64().unwrap_or_default(), text("name"));
-            let known = CAUGHT_BY.iter().find(|(of, _, _)| *of == name);
-            let (_, test, soak) = known.ok_or_else(|| format!("list.rs says nothing about defect {number}, {name}"))?;
-            Ok(Planted { number, name, rule: text("rule"), test: (*test).to_owned(), soak: (*soak).to_owned() })
-        };
-        text.lines().map(planted).collect()
-    }
+/// All defects, by number.
+pub fn planted() -> Result<Vec<Planted>, String> {
+    let declared = |line: &str| {
+        let (number, rest) = line.trim().split_once(' ')?;
+        let (name, rule) = rest.strip_suffix("\";")?.split_once(": \"")?;
+        Some((number.parse().ok()?, name.to_owned(), rule.to_owned()))
+    };
+    let planted = |(number, name, rule): (u64, String, String)| {
+        let known = CAUGHT_BY.iter().find(|(of, _, _)| *of == name);
+        let (_, test, soak) = known.ok_or_else(|| format!("list.rs says nothing about defect {number}, {name}"))?;
+        Ok(Planted { number, name, rule, test: (*test).to_owned(), soak: (*soak).to_owned() })
+    };
+    DECLARED.lines().filter_map(declared).map(planted).collect()
 }
 
 /// The test binaries that the list names.
@@ -114,20 +104,49 @@ fn test_binaries() -> impl Iterator<Item = &'static str> {
     names.into_iter()
 }
 
-/// The executables that a call of cargo builds, by the name of their target.
-fn executables(root: &Path, arguments: &[&str]) -> Result<BTreeMap<String, PathBuf>, String> {
+/// What cargo built.
+struct Executable {
+    /// The folder of its package, from the root.
+    folder: String,
+    /// Its target.
+    name: String,
+    is_test: bool,
+    path: PathBuf,
+}
+
+/// The executables of the workspace, built as `cargo test --workspace` does.
+fn executables(root: &Path) -> Result<Vec<Executable>, String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let feature = ["--quiet", "--features", "planted-defects", "--message-format", "json"];
-    let built = Command::new(cargo).args(arguments).args(feature).current_dir(root).output();
+    let arguments = ["test", "--workspace", "--no-run", "--quiet", "--message-format", "json"];
+    let built = Command::new(cargo).args(arguments).current_dir(root).output();
     let built = built.map_err(|error| format!("cargo: {error}"))?;
     if !built.status.success() {
-        return Err(format!("cargo {} failed: {}", arguments[0], String::from_utf8_lossy(&built.stderr)));
+        return Err(format!("cargo {} failed: {}", arguments.join(" "), String::from_utf8_lossy(&built.stderr)));
     }
     let messages = String::from_utf8_lossy(&built.stdout);
     let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let named = messages.filter_map(|message| {
-        let (name, file) = (message["target"]["name"].as_str()?, message["executable"].as_str()?);
-        Some((name.to_owned(), PathBuf::from(file)))
+        let folder = Path::new(message["manifest_path"].as_str()?).parent()?;
+        Some(Executable {
+            folder: folder.strip_prefix(root).unwrap_or(folder).display().to_string(),
+            name: message["target"]["name"].as_str()?.to_owned(),
+            is_test: message["profile"]["test"].as_bool()?,
+            path: message["executable"].as_str()?.into(),
+        })
     });
     Ok(named.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_declared_defect_is_listed() {
+        let found = planted().expect("each has a test");
+        assert!(found.iter().map(|planted| planted.number).eq(1..=found.len() as u64));
+        assert_eq!(found.len(), CAUGHT_BY.len());
+        assert_eq!(found[0].name, "NoEventBetweenHeaps");
+        assert!(found.iter().all(|planted| !planted.rule.is_empty() && planted.test.contains(' ')));
+    }
 }

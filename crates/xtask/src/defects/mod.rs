@@ -4,13 +4,13 @@
 //! `--prepare FOLDER` copies all that a run needs, and `FOLDER/xtask defects --from FOLDER --jobs N` runs it on another
 //! machine, which needs neither cargo nor the sources.
 //!
-//! The short form builds the command only, and runs for each defect the first programs of `soak` that `list.rs` names.
+//! The short form runs for each defect the first programs of `soak` that `list.rs` names.
 
 mod build;
 mod list;
 mod run;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use self::build::{Built, Planted};
+use self::build::{Built, Planted, planted};
 use self::run::{Found, Runner};
 
 /// The options of a run.
@@ -40,7 +40,8 @@ impl Options {
     /// From the arguments of the command.
     pub fn parse(arguments: &[&str]) -> Option<Self> {
         let soak = Duration::from_secs(120);
-        let mut options = Self { short: false, soak, only: 0..=u64::MAX, prepare: None, from: None, jobs: 1 };
+        let jobs = std::thread::available_parallelism().map_or(1, usize::from);
+        let mut options = Self { short: false, soak, only: 0..=u64::MAX, prepare: None, from: None, jobs };
         let mut arguments = arguments.iter();
         while let Some(&argument) = arguments.next() {
             match argument {
@@ -65,12 +66,12 @@ impl Options {
 pub fn check(root: &Path, options: &Options) -> Result<Vec<String>, String> {
     let (built, folder) = match &options.from {
         Some(folder) => (Built::prepared(folder)?, folder.clone()),
-        None => (Built::new(root, !options.short)?, root.join("crates/warpool")),
+        None => (Built::new(root)?, root.join("crates/warpool")),
     };
     if let Some(folder) = &options.prepare {
         return built.prepare(folder).map(|()| Vec::new());
     }
-    let all = built.planted()?;
+    let all = planted()?;
     let runner = Runner { built: &built, folder: &folder };
     let numbers = std::iter::once(0).chain(all.iter().map(|planted| planted.number));
     let numbers: Vec<u64> = numbers.filter(|number| options.only.contains(number)).collect();
@@ -125,16 +126,8 @@ fn check_one(runner: &Runner<'_>, planted: &Planted, options: &Options) -> Resul
 /// Without a defect nothing is found.
 fn check_none(runner: &Runner<'_>, all: &[Planted], options: &Options) -> Result<Vec<String>, String> {
     let mut found = Vec::new();
-    if options.short {
-        let mut most = BTreeMap::<&str, u64>::new();
-        for (campaign, count) in all.iter().filter_map(Planted::programs) {
-            let most = most.entry(campaign).or_default();
-            *most = count.max(*most);
-        }
-        for (campaign, count) in most {
-            found.push((format!("{count} programs of {campaign}"), runner.programs(0, (campaign, count))?));
-        }
-    } else {
+    // In the short form, the tests of `warpool-soak` are this.
+    if !options.short {
         for test in all.iter().map(|planted| planted.test.as_str()).collect::<BTreeSet<&str>>() {
             found.push((test.to_owned(), runner.test(0, test)?));
         }

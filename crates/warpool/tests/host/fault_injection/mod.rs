@@ -7,6 +7,7 @@ use warpool::Error;
 use warpool::driver::decorate::FaultPlan;
 use warpool::driver::{Call, ErrorCode};
 use warpool::memory::{HostBlock, PinnedSettings};
+use warpool_testing::in_parallel;
 
 use scenario::{MIB, TestContext};
 
@@ -38,33 +39,33 @@ fn check(settings: &PinnedSettings, plan: FaultPlan) {
 
 #[test]
 fn every_call_may_fail_once() {
-    for settings in variants() {
-        let calls = calls(&settings);
+    in_parallel(&variants(), |settings| {
+        let calls = calls(settings);
         assert!(calls > 100, "the scenario makes only {calls} calls");
         // One code for the others: registering touches every page, which takes real time.
-        let codes: &[ErrorCode] = match settings == PinnedSettings::default() {
+        let codes: &[ErrorCode] = match *settings == PinnedSettings::default() {
             true => &[ErrorCode::OutOfMemory, ErrorCode::UnknownError, ErrorCode::LaunchFailed],
             false => &[ErrorCode::OutOfMemory],
         };
         for &code in codes {
             for nth in 1..=calls {
-                check(&settings, FaultPlan::new().fail_nth_of_all(nth, code));
+                check(settings, FaultPlan::new().fail_nth_of_all(nth, code));
             }
         }
-    }
+    });
 }
 
 #[test]
 fn two_calls_may_fail() {
-    for settings in variants() {
-        let calls = calls(&settings);
+    in_parallel(&variants(), |settings| {
+        let calls = calls(settings);
         for nth in 1..=calls {
             let code = if nth % 2 == 0 { ErrorCode::OutOfMemory } else { ErrorCode::LaunchFailed };
             // Cleanup calls do not fail: memory that is pinned in vain and cannot be unpinned is leaked with a warning.
             let plan = FaultPlan::new().excluding(FaultPlan::CLEANUP);
-            check(&settings, plan.fail_nth_of_all(nth, code).fail_nth_of_all(nth + 1 + nth % 4, code));
+            check(settings, plan.fail_nth_of_all(nth, code).fail_nth_of_all(nth + 1 + nth % 4, code));
         }
-    }
+    });
 }
 
 #[test]

@@ -8,7 +8,7 @@ use warpool_driver::{
     CaptureMode, CaptureState, Captures as _, Devices as _, ErrorCode, Graphs as _, InstantiateOptions, Streams as _,
 };
 
-use warpool_testing::seeds;
+use warpool_testing::{in_parallel, seeds};
 
 use super::machine::{DEVICE, MIB, Machine};
 use crate::memory::{
@@ -254,14 +254,14 @@ fn run(about: &str, program: Program, plan: Option<FaultPlan>) -> bool {
 
 #[test]
 fn every_driver_call_may_fail_once() {
-    for &(name, program) in PROGRAMS {
+    in_parallel(PROGRAMS, |&(name, program)| {
         assert!(!run(name, program, None));
         for code in [ErrorCode::OutOfMemory, ErrorCode::Unknown(999)] {
             let plan = |nth| FaultPlan::new().fail_nth_of_all(nth, code);
             let calls = (1..).take_while(|&nth| run(name, program, Some(plan(nth)))).count();
             assert!(calls > 20, "{name}: only {calls} calls");
         }
-    }
+    });
 }
 
 #[test]
