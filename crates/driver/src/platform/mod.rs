@@ -7,7 +7,6 @@
 mod clock;
 #[doc(hidden)]
 pub mod descriptor;
-#[cfg(feature = "sim")]
 mod mapping;
 #[cfg(feature = "sim")]
 mod nameless_file;
@@ -15,7 +14,6 @@ mod process;
 
 pub use clock::Instant;
 pub use descriptor::OwnedFd;
-#[cfg(feature = "sim")]
 pub(crate) use mapping::Mapping;
 #[cfg(feature = "sim")]
 pub(crate) use nameless_file::{contents, descriptor_of};

@@ -1,6 +1,6 @@
-//! The command and the tests of `warpool` and `warpool-soak`, and the list of defects. A build of the whole workspace has
-//! the defects, since the package `warpool-tests` turns the feature `planted-defects` on: after `cargo test --workspace`
-//! nothing is compiled here.
+//! The command and the tests of `warpool` and `warpool-soak`, and the list of defects. A build of the whole workspace
+//! has the defects, since the package `warpool-tests` turns the feature `planted-defects` on: after
+//! `cargo test --workspace` nothing is compiled here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
