@@ -51,6 +51,7 @@ RECORDINGS = {
     "snapshot.pickle.xz": "mempool.native.pickle.xz",
     "rank0.pickle": "streams.default.pickle.xz",
     "rank1.pickle": "streams.expandable_cap.pickle.xz",
+    "rank3.pickle": "resnet_train.native.pickle.xz",
     "rank7.pickle": "train.default.pickle.xz",
     "before.pickle": "resnet_train.native.pickle.xz",
     "after.pickle": "resnet_train.expandable.pickle.xz",
@@ -114,10 +115,16 @@ class Runner:
                 (self.folder / entry.name).symlink_to(entry)
         for name, recording in RECORDINGS.items():
             (self.folder / name).symlink_to(ROOT / "recordings" / recording)
-        (self.folder / "snapshots").mkdir()
-        for rank in range(2):
-            (self.folder / "snapshots" / f"rank{rank}.pickle").symlink_to(ROOT / "recordings/train.default.pickle.xz")
+        for ranks in ("snapshots", "job/node0"):
+            (self.folder / ranks).mkdir(parents=True)
+            for rank in range(2):
+                (self.folder / ranks / f"rank{rank}.pickle").symlink_to(ROOT / "recordings/train.default.pickle.xz")
+        (self.folder / "parts").mkdir()
+        for part in ("parts/0.json", "part-0.json"):
+            command = [warpool, "summarize", "-q", self.folder / "rank0.pickle", "-o", self.folder / part]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         self.environment = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        self.environment["SLURM_PROCID"] = "3"
         commands = folder / "commands"
         commands.mkdir()
         (commands / "warpool").symlink_to(warpool)
