@@ -100,16 +100,17 @@ pub fn progress_bars(quiet: bool) -> MultiProgress {
     bars
 }
 
+/// The exit status after Ctrl-C, as a shell reports a process that ended with SIGINT.
+pub const INTERRUPTED: i32 = 130;
+
 /// Runs in a thread of its own, not in the signal handler.
 fn interrupted() {
-    /// As a shell reports a process that ended with SIGINT.
-    const STATUS: i32 = 130;
     if let Some(bars) = &*BARS.lock().unwrap_or_else(PoisonError::into_inner) {
         let _ = bars.clear();
         // Workers must not draw again.
         bars.set_draw_target(ProgressDrawTarget::hidden());
     }
-    std::process::exit(STATUS);
+    std::process::exit(INTERRUPTED);
 }
 
 /// Works on all files on all cores, and calls `on_result` for each in the order of the files.

@@ -1,12 +1,15 @@
 //! `warpool soak`: runs random programs over every allocator for a time, and shows what they did.
 
 use std::io;
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
 use warpool_soak::{Campaign, Counts, Length, Options, Progress, Report, Violation};
 
+use crate::inputs;
 use crate::output::{self, CommandError, Output, Result, Verdict};
 
 /// How often a line about the progress is written as JSON.
@@ -21,7 +24,8 @@ const INTERVAL: Duration = Duration::from_secs(60);
 /// replays against the same work on the host, invariants, errors without a cause, calls that do not return, objects
 /// left in the driver at the end, and the memory of this process.
 ///
-/// The run stops at the first violation and shows the command that runs only that program again.
+/// The run stops at the first violation and shows the command that runs only that program again. Ctrl-C ends it after
+/// the current program, with the totals so far; pressed again, at once.
 /// A program is a function of the seed, its campaign and its number. Those of the campaign 'threads' use several
 /// threads, so their interleaving differs from run to run; all others do the same in every run.
 ///
@@ -32,7 +36,7 @@ const INTERVAL: Duration = Duration::from_secs(60);
 #[derive(Debug, clap::Args)]
 #[command(verbatim_doc_comment)]
 #[command(after_help = format!("Campaigns: {}\n\n\
-    Exit status: 0 no violation, 1 a violation, 2 wrong usage.\n\n\
+    Exit status: 0 no violation, 1 a violation, 2 wrong usage, 130 ended by Ctrl-C, without a violation.\n\n\
     Examples:\n  \
     warpool soak --minutes 60 --seed 7\n  \
     warpool soak --minutes 5 --campaign device --campaign captures\n  \
@@ -76,16 +80,35 @@ fn names() -> Vec<&'static str> {
 
 pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
     let options = options(args)?;
+    let is_interrupted = interruptions();
     let named: Vec<&str> = options.campaigns.iter().map(|campaign| campaign.name()).collect();
     output.line(format!("seed {}, campaigns {}", options.seed, named.join(", ")))?;
     let mut printer = Printer { output, spinner: output::spinner("programs"), written: Ok(()), next: INTERVAL };
-    let report = warpool_soak::run(&options, &mut |progress| printer.add(progress));
-    let shown = printer.finish().and_then(|()| print(output, &options, &report));
+    let report = warpool_soak::run(&options, &mut |progress| {
+        printer.add(progress);
+        if is_interrupted() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    let is_interrupted = report.violation.is_none() && is_interrupted();
+    let shown = printer.finish().and_then(|()| print(output, &options, &report, is_interrupted));
     match shown {
         // The result counts even if the reader closed the pipe early.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+        _ if is_interrupted => std::process::exit(inputs::INTERRUPTED),
         _ => Ok(if report.violation.is_none() { Verdict::Success } else { Verdict::Failure }),
     }
+}
+
+/// Whether Ctrl-C was pressed, from now on. The second time it ends the process.
+fn interruptions() -> fn() -> bool {
+    static PRESSED: AtomicBool = AtomicBool::new(false);
+    let pressed = || {
+        if PRESSED.swap(true, Ordering::Relaxed) {
+            std::process::exit(inputs::INTERRUPTED);
+        }
+    };
+    // Without a handler Ctrl-C ends the process, too.
+    let _ = ctrlc::set_handler(pressed);
+    || PRESSED.load(Ordering::Relaxed)
 }
 
 fn options(args: &Args) -> Result<Options> {
@@ -191,7 +214,7 @@ fn add_counts(object: &mut Value, counts: &Counts) {
     }
 }
 
-fn print(output: &mut Output, options: &Options, report: &Report) -> io::Result<()> {
+fn print(output: &mut Output, options: &Options, report: &Report, is_interrupted: bool) -> io::Result<()> {
     let columns =
         ["campaign", ">programs", ">operations", ">faults", ">panics", ">captures", ">replays", ">recordings", ">s"];
     let mut table = output::table(&columns);
@@ -226,7 +249,7 @@ fn print(output: &mut Output, options: &Options, report: &Report) -> io::Result<
     if let Some(violation) = &report.violation {
         print_violation(output, violation, options)?;
     }
-    print_summary(output, options, report)
+    print_summary(output, options, report, is_interrupted)
 }
 
 fn print_violation(output: &mut Output, violation: &Violation, options: &Options) -> io::Result<()> {
@@ -255,7 +278,7 @@ fn print_violation(output: &mut Output, violation: &Violation, options: &Options
     output.line(format!("\nrun it again{again}:\n  {command}\n"))
 }
 
-fn print_summary(output: &mut Output, options: &Options, report: &Report) -> io::Result<()> {
+fn print_summary(output: &mut Output, options: &Options, report: &Report, is_interrupted: bool) -> io::Result<()> {
     let (counts, resident) = (report.counts(), report.resident);
     let violations = u64::from(report.violation.is_some());
     let mut object = json!({ "kind": "summary", "seed": options.seed });
@@ -268,6 +291,7 @@ fn print_summary(output: &mut Output, options: &Options, report: &Report) -> io:
             ("bytes_resident_end".to_owned(), resident.end.into()),
             ("seconds".to_owned(), report.elapsed.as_secs_f64().into()),
             ("violations".to_owned(), violations.into()),
+            ("interrupted".to_owned(), is_interrupted.into()),
         ]);
     }
     output.object(&object)?;
@@ -280,7 +304,7 @@ fn print_summary(output: &mut Output, options: &Options, report: &Report) -> io:
     ))?;
     output.line(format!(
         "seed {}: {} programs, {} operations, {} faults, {} panics, {} captures, {} replays, {} recordings in {:.0} s; \
-         {violations} violations",
+         {violations} violations{}",
         options.seed,
         counts.programs,
         counts.operations,
@@ -290,5 +314,6 @@ fn print_summary(output: &mut Output, options: &Options, report: &Report) -> io:
         counts.replays,
         counts.recordings,
         report.elapsed.as_secs_f64(),
+        if is_interrupted { "; ended by Ctrl-C" } else { "" },
     ))
 }

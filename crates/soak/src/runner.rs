@@ -1,6 +1,7 @@
 //! Runs campaigns in turn, watches for programs that do not end and for memory that grows, and stops at the first
 //! violation.
 
+use std::ops::ControlFlow;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -105,11 +106,11 @@ struct Ended {
     resident: Option<(u64, u64)>,
 }
 
-/// Runs campaigns. Calls `on_progress` after every program.
+/// Runs campaigns. Calls `on_progress` after every program, and ends the run if that breaks.
 ///
 /// # Panics
 /// If `campaigns` is empty.
-pub fn run(options: &Options, on_progress: &mut dyn FnMut(&Progress)) -> Report {
+pub fn run(options: &Options, on_progress: &mut dyn FnMut(&Progress) -> ControlFlow<()>) -> Report {
     assert!(!options.campaigns.is_empty(), "a run needs a campaign");
     // If one program is run alone, all its steps are kept.
     let steps = Steps::new(if matches!(options.length, Length::One(_)) { 100_000 } else { 60 });
@@ -229,7 +230,7 @@ impl<'a> Run<'a> {
     }
 
     /// Adds a program that ended. Returns whether the run goes on.
-    fn add(&mut self, ended: Ended, steps: &Steps, on_progress: &mut dyn FnMut(&Progress)) -> bool {
+    fn add(&mut self, ended: Ended, steps: &Steps, on_progress: &mut dyn FnMut(&Progress) -> ControlFlow<()>) -> bool {
         let Ended { turn, program, counts, kinds, elapsed, failed, resident } = ended;
         let report = &mut self.campaigns[turn];
         let campaign = report.campaign;
@@ -248,7 +249,7 @@ impl<'a> Run<'a> {
         let flat = resident.map_or(Ok(()), |reading| self.memory.add(reading, elapsed));
         let mut counts = Counts::default();
         self.campaigns.iter().for_each(|report| counts += report.counts);
-        on_progress(&Progress { campaign, counts, bytes_resident: self.memory.resident().end, elapsed });
+        let flow = on_progress(&Progress { campaign, counts, bytes_resident: self.memory.resident().end, elapsed });
         if let Err(message) = flat
             && self.checks_memory
         {
@@ -257,7 +258,7 @@ impl<'a> Run<'a> {
                 Some(Violation { campaign, seed: self.options.seed, program, message, steps, reproduced: None });
             return false;
         }
-        true
+        flow.is_continue()
     }
 
     fn stalled(&mut self, message: String, running: &Running, steps: &Steps) {

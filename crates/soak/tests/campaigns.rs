@@ -4,6 +4,8 @@
 //! The campaigns `lifetime` and `recordings` run in the tests of the command: the first measures the memory of its
 //! process, in which nothing else may run.
 
+use std::ops::ControlFlow;
+
 use warpool_soak::{Campaign, CampaignReport, Length, Options, run};
 use warpool_testing::scaled;
 
@@ -11,7 +13,7 @@ use warpool_testing::scaled;
 fn find_nothing(campaign: Campaign, programs: u64, kinds: &[&str]) {
     let length = Length::Programs(scaled(programs));
     let options = Options { seed: 0, campaigns: vec![campaign], length, skip: Vec::new(), broken: false };
-    let report = run(&options, &mut |_| ());
+    let report = run(&options, &mut |_| ControlFlow::Continue(()));
     if let Some(found) = report.violation {
         let name = campaign.name();
         let steps = found.steps.join("\n");

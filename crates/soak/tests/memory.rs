@@ -1,5 +1,6 @@
 //! The check that the memory of the process stays flat. Alone in its process, in which nothing else may use memory.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use warpool_soak::{Campaign, FlatMemory, Length, Options, Report, run};
@@ -37,7 +38,10 @@ fn soak(seconds: u64, mut act: impl FnMut(f64)) -> Report {
     let length = Length::Time(Duration::from_secs(seconds));
     let options = Options { seed: 1, campaigns: vec![Campaign::Host], length, skip: Vec::new(), broken: false };
     let begin = Instant::now();
-    run(&options, &mut |_| act(begin.elapsed().as_secs_f64()))
+    run(&options, &mut |_| {
+        act(begin.elapsed().as_secs_f64());
+        ControlFlow::Continue(())
+    })
 }
 
 #[test]

@@ -1,5 +1,8 @@
 //! `warpool soak`: a few programs of each campaign, its output, and the detection of a defect.
 
+use std::io::{BufRead as _, BufReader, Read as _};
+use std::process::{Command, Stdio};
+
 use serde_json::Value;
 
 use super::{assert_usage_error, objects, run, text};
@@ -26,6 +29,27 @@ const COUNTS: [&str; 11] = [
     "recordings_replayed",
 ];
 
+/// Ctrl-C loses nothing of a long run.
+#[test]
+#[cfg(unix)]
+fn interrupted_run_shows_its_totals() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_warpool"))
+        .args(["soak", "--minutes", "60", "--campaign", "placement"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the binary was built for this test");
+    let mut stdout = BufReader::new(child.stdout.take().expect("it is piped"));
+    let mut shown = String::new();
+    // The first line is written once Ctrl-C is awaited.
+    stdout.read_line(&mut shown).unwrap();
+    assert!(shown.starts_with("seed 0, campaigns placement"), "{shown}");
+    let killed = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+    assert!(killed.expect("every Unix has it").success());
+    stdout.read_to_string(&mut shown).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{shown}");
+    assert!(shown.ends_with("0 violations; ended by Ctrl-C\n"), "{shown}");
+}
+
 #[test]
 fn programs_of_every_campaign_find_nothing() {
     let rows = rows("soak --programs 4 --seed 3 --json", 0);
@@ -43,7 +67,7 @@ fn programs_of_every_campaign_find_nothing() {
     assert_eq!(keys(summary)[2..13], COUNTS);
     let memory = ["bytes_resident_start", "bytes_resident_warm", "bytes_resident_peak", "bytes_resident_end"];
     assert_eq!(keys(summary)[13..17], memory);
-    assert_eq!(keys(summary)[17..], ["seconds", "violations"]);
+    assert_eq!(keys(summary)[17..], ["seconds", "violations", "interrupted"]);
     assert_eq!(summary["violations"], 0);
     for key in COUNTS {
         assert!(summary[key].as_u64() > Some(0), "no {key}: {summary}");
