@@ -83,18 +83,24 @@ def _declare(loaded: ctypes.CDLL, name: str, result: Any, arguments: Sequence[An
 
 
 def _checked(name: str, *arguments: Any) -> None:
-    _raise_if(getattr(library(), name)(*arguments), name)
+    raise_if(getattr(library(), name)(*arguments), name)
 
 
-def _raise_if(status: int, name: str) -> None:
+def raise_if(status: int, name: str) -> None:
+    """Raises the last error, unless the status of a function is success."""
     if status != 0:
         raise Error(last_error() or f"{name} failed without a reason")
 
 
 def call(types: Dict[str, Sequence[Any]], name: str, *arguments: Any) -> None:
     """Calls a function of another module's table, which returns a status."""
+    raise_if(status(types, name, *arguments), name)
+
+
+def status(types: Dict[str, Sequence[Any]], name: str, *arguments: Any) -> int:
+    """The same, for a caller to whom the status says more."""
     _declare(library(), name, ctypes.c_int, types[name])
-    _checked(name, *arguments)
+    return getattr(library(), name)(*arguments)
 
 
 def _text(name: str) -> str:
@@ -143,7 +149,7 @@ def _visiting(name: str) -> Any:
 def visited(name: str, device: int) -> Dict[str, int]:
     """What the function visits of a device."""
     found: Dict[bytes, int] = {}
-    _raise_if(_visiting(name)(device, _SET_ITEM, found), name)
+    raise_if(_visiting(name)(device, _SET_ITEM, found), name)
     return {name.decode(): value for name, value in found.items()}
 
 

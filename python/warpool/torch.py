@@ -13,16 +13,21 @@ import threading
 from typing import Any, Dict, Optional
 
 from . import _backend, _native
+from ._elastic import Elastic, ElasticInfo, elastic, headroom
 from ._native import Error
 from ._sleep import SleepReport, TagInfo, prepare_sleep, sleep, tag, tags, wake
 
 __all__ = [
+    "Elastic",
+    "ElasticInfo",
     "Error",
     "SleepReport",
     "TagInfo",
+    "elastic",
     "enable",
     "enabled",
     "gather_report",
+    "headroom",
     "page_stats",
     "prepare_sleep",
     "set_settings",
@@ -104,6 +109,7 @@ def page_stats(device: Optional[int] = None) -> Dict[str, int]:
     """What the memory pages of a device are used for, with `backend:paged`; the device is the current one by default.
 
     - `pages`, `reserved_bytes`: how many there are, and their size.
+    - `elastic_bytes`: bytes of committed elastic memory, in slots of 2 MiB; they are among `active_bytes`.
     - `active_bytes`, `free_mapped_bytes`, `spare_bytes`: bytes of tensors (and of freed ones that other streams may
       still use), bytes that are free where they are mapped, bytes of pages that belong to no address.
     - `bytes_mapped_twice`: bytes of addresses at which pages are still mapped that belong to other addresses by now.

@@ -2,7 +2,7 @@
 
 use crate::context::Context;
 use crate::device::{self, Mix};
-use crate::{host, lifetime, placement, recordings, replays, sleep, streams, threads, typed};
+use crate::{elastic, host, lifetime, placement, recordings, replays, sleep, streams, threads, typed};
 
 /// A kind of programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,14 +33,17 @@ pub enum Campaign {
     Pages,
     /// Work on several streams and threads, captured and replayed, compared with doing it one after the other.
     Replays,
+    /// Elastic memory beside ordinary requests, with graphs over it, on a device of few pages.
+    Elastic,
 }
 
 impl Campaign {
     /// All of them.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Device,
         Self::Placement,
         Self::Pages,
+        Self::Elastic,
         Self::Captures,
         Self::Replays,
         Self::Streams,
@@ -63,6 +66,7 @@ impl Campaign {
             Self::Sleep => "sleep",
             Self::Placement => "placement",
             Self::Pages => "pages",
+            Self::Elastic => "elastic",
             Self::Replays => "replays",
             Self::Host => "host",
             Self::Threads => "threads",
@@ -93,6 +97,7 @@ impl Campaign {
             Self::Sleep => sleep::run(context),
             Self::Placement => placement::run(context),
             Self::Pages => device::run(context, Mix::Pages),
+            Self::Elastic => elastic::run(context),
             Self::Replays => replays::run(context),
             Self::Host => host::run(context),
             Self::Threads => threads::run(context),

@@ -30,6 +30,7 @@ mod contention;
 mod context;
 mod counts;
 mod device;
+mod elastic;
 mod host;
 mod lifetime;
 mod machine;

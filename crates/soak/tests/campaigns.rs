@@ -55,6 +55,12 @@ fn no_page_is_shared_by_two_owners() {
 }
 
 #[test]
+fn elastic_memory_has_the_contents_of_a_model() {
+    let kinds = ["faults", "out of memory", "captures", "replays", "commit", "commit failed", "headroom"];
+    find_nothing(Campaign::Elastic, 150, &kinds);
+}
+
+#[test]
 fn captured_work_leaves_what_it_would_leave_without_a_graph() {
     let kinds = ["captures", "failed captures", "replays", "reset", "product", "random numbers", "body"];
     find_nothing(Campaign::Replays, 200, &[&kinds[..], &["other thread", "ended by another thread"]].concat());

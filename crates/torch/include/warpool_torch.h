@@ -17,6 +17,9 @@
 // The maximum size of a tag's name in bytes, with the null character.
 #define WARPOOL_TAG_NAME_LENGTH 64
 
+// What the functions that change elastic memory return for out of memory; 1 is any other failure.
+#define WARPOOL_OUT_OF_MEMORY 2
+
 // The allocated blocks of a pool at some moment. Opaque.
 typedef struct warpool_checkpoint_state warpool_checkpoint_state;
 
@@ -332,6 +335,23 @@ typedef struct warpool_tag_values {
   // Since when it sleeps, in microseconds of the history's clock; 0 if it is awake.
   int64_t since_us;
 } warpool_tag_values;
+
+// Elastic memory, as `warpool_elastic_info` describes it.
+typedef struct warpool_elastic_values {
+  // Blocks that there are.
+  int64_t blocks;
+  // Blocks that are committed.
+  int64_t committed;
+  // The bytes of the committed blocks, in all rows.
+  int64_t bytes_committed;
+  // The bytes of all addresses.
+  int64_t bytes;
+  // The largest page of its memory.
+  int64_t page_bytes;
+  // Ranges of blocks that begin and end at multiples of this share no page with others; 0 if there is no such
+  // number.
+  int64_t blocks_per_page;
+} warpool_elastic_values;
 
 #ifdef __cplusplus
 extern "C" {
@@ -875,6 +895,85 @@ int warpool_wake(const char *const *tags, size_t count, struct warpool_sleep_tot
 // `tags` is NULL, if `capacity` is 0, or has room for `capacity` of them. `count` is NULL, which is an error, or
 // writable.
 int warpool_tags(struct warpool_tag_values *tags, size_t capacity, size_t *count);
+
+// Reserves addresses for elastic memory, without memory, and writes the first one to `ptr`. A block has `block_bytes`
+// bytes in each of `rows` rows: block `b` is at `(r * blocks + b) * block_bytes` of row `r`, as in a tensor of which
+// one dimension counts the blocks. `stream` is a `cudaStream_t` that exists until `warpool_elastic_release`. `label`
+// names the memory in reports of the simulated GPU; NULL is no name. Only with `backend:paged`.
+//
+// # Safety
+// `stream` is NULL or a stream of the driver, and stays alive as long as the memory. `label` is NULL or a
+// null-terminated string. `ptr` is NULL, which is an error, or writable.
+int warpool_elastic_reserve(int device,
+                            void *stream,
+                            uint64_t rows,
+                            uint64_t blocks,
+                            uint64_t block_bytes,
+                            const char *label,
+                            void **ptr);
+
+// Gives memory to those of the blocks `first` to `last`, without the last one, that have none: work that is queued in
+// `stream` from now on may use them. Their contents are undefined. All or nothing: returns `WARPOOL_OUT_OF_MEMORY` if
+// there is not enough, and `warpool_last_error` has the report.
+//
+// # Safety
+// `stream` is NULL or a stream of the driver.
+int warpool_elastic_commit(void *ptr, uint64_t first, uint64_t last, void *stream);
+
+// Takes the memory of those of the blocks `first` to `last`, without the last one, that have some, once the work that
+// `stream` holds now is done. Work in other streams that uses them must be ordered before that.
+//
+// # Safety
+// `stream` is NULL or a stream of the driver.
+int warpool_elastic_decommit(void *ptr, uint64_t first, uint64_t last, void *stream);
+
+// Records that work in `stream` uses the memory without being ordered by commits and decommits there: pages of
+// decommitted blocks, and all after the release, then serve others only after that stream's work, too.
+//
+// # Safety
+// `stream` is NULL or a stream of the driver, and stays alive as long as the memory.
+int warpool_elastic_record_stream(void *ptr, void *stream);
+
+// Describes elastic memory.
+//
+// # Safety
+// `info` is NULL, which is an error, or writable.
+int warpool_elastic_info(void *ptr, struct warpool_elastic_values *info);
+
+// Writes 1 to `all` if all of the blocks `first` to `last`, without the last one, are committed, else 0.
+//
+// # Safety
+// `all` is NULL, which is an error, or writable.
+int warpool_elastic_committed(void *ptr, uint64_t first, uint64_t last, int *all);
+
+// Returns elastic memory and its addresses, without waiting: they serve others once all work in its stream, and in
+// those that were recorded, is done. In a forked child nothing happens.
+//
+// # Safety
+// Nothing uses the addresses afterwards but work that was submitted before, in its stream or ordered before that.
+void warpool_elastic_release(void *ptr);
+
+// Writes to `bytes` how much could be committed or allocated on a device now, in whole pages: what the driver has left
+// within the limits, and free pages of all streams. Other programs and threads may take them first.
+//
+// # Safety
+// `bytes` is NULL, which is an error, or writable.
+int warpool_headroom(int device, int64_t *bytes);
+
+// A tensor over all of the elastic memory in the exchange format DLPack (a `DLManagedTensor *`), from which PyTorch
+// and other libraries make theirs: contiguous, of `ndim` dimensions `shape`, whose elements have the type `code` of
+// `bits` bits as DLPack numbers them. The tensor owns the memory from then on: its deleter releases it. Until it is
+// called, the other functions take the address as before. NULL on failure, and `warpool_last_error` has the reason.
+//
+// # Safety
+// `shape` points to `ndim` numbers.
+void *warpool_elastic_tensor(void *ptr, uint8_t code, uint8_t bits, int ndim, const int64_t *shape);
+
+// Frees a tensor of `warpool_elastic_tensor` that nobody has taken, with its memory. NULL is ignored.
+//
+// # Safety
+// `tensor` is NULL or comes from `warpool_elastic_tensor`, and is not used afterwards.
+void warpool_elastic_tensor_free(void *tensor);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use warpool::memory::settings::SettingsError;
 use warpool_cuda::OpenError;
-use warpool_driver::DriverError;
+use warpool_driver::{DevicePtr, DriverError};
 
 use crate::torch_pool::TorchPoolId;
 
@@ -51,6 +51,24 @@ pub enum Error {
     Sim {
         /// What is wrong.
         why: String,
+    },
+
+    /// No elastic memory begins at an address.
+    #[error("no elastic memory begins at {ptr}: pass what warpool_elastic_reserve returned, until it is released")]
+    NotElastic {
+        /// The address.
+        ptr: DevicePtr,
+    },
+
+    /// A tensor that is not all of its elastic memory.
+    #[error("a tensor of shape {shape:?} with elements of {bits} bits is not the elastic memory of {bytes} bytes")]
+    ElasticShape {
+        /// Its shape.
+        shape: Vec<i64>,
+        /// The bits of an element.
+        bits: u8,
+        /// The bytes of the memory.
+        bytes: u64,
     },
 
     /// An environment variable is not UTF-8.

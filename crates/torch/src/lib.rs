@@ -21,6 +21,7 @@ mod allocator;
 mod backend;
 mod boundary;
 mod captures;
+mod elastic;
 mod environment;
 mod error;
 mod exception;

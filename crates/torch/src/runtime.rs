@@ -13,6 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tracing_subscriber::filter::LevelFilter;
+use warpool::memory::elastic::{ElasticLayout, ElasticMemory};
 use warpool::memory::pools::Checkpoints;
 use warpool::memory::raw::Request;
 use warpool::memory::report::{PageStats, Snapshot, SnapshotOptions, Stats};
@@ -26,6 +27,7 @@ use warpool_driver::{DeviceId, DevicePtr, Driver, ForeignStream, StreamId};
 use crate::allocator::{self, NATIVE_OR_PAGED};
 use crate::backend::{Annotations, Contexts, Direct, Filter, MappedBlock, PinnedMemory, Routing, Sharing};
 use crate::captures::Captures;
+use crate::elastic::ProcessElastic;
 use crate::environment;
 use crate::error::{Error, Result};
 use crate::stacks::{self, Stacks};
@@ -52,6 +54,7 @@ pub struct Runtime {
     pub(crate) pinned: PinnedMemory,
     pub(crate) sharing: Sharing,
     tags: ProcessTags,
+    elastic: ProcessElastic,
     pub(crate) history_on: AtomicBool,
 }
 
@@ -215,6 +218,7 @@ impl Runtime {
             pinned,
             sharing: Sharing::default(),
             tags: ProcessTags::default(),
+            elastic: ProcessElastic::default(),
             history_on: AtomicBool::new(false),
         })
     }
@@ -392,6 +396,38 @@ impl Runtime {
     /// Wakes the memory of tags, all or none; `None` is all tags.
     pub fn wake(&self, tags: Option<&[&str]>) -> Result<SleepReport> {
         self.tags.wake(tags)
+    }
+
+    /// Reserves elastic memory.
+    pub fn reserve_elastic(
+        &self,
+        device: i32,
+        stream: ForeignStream,
+        layout: ElasticLayout,
+        label: Option<&str>,
+    ) -> Result<DevicePtr> {
+        let stream = Stream::external(&self.device(device)?, stream)?;
+        self.elastic.reserve(&self.allocator, layout, &stream, label)
+    }
+
+    /// The elastic memory that begins at an address.
+    pub fn elastic(&self, ptr: DevicePtr) -> Result<Arc<ElasticMemory>> {
+        self.elastic.at(ptr)
+    }
+
+    /// A stream on the device of elastic memory.
+    pub(crate) fn stream_of(&self, memory: &ElasticMemory, stream: ForeignStream) -> Result<Stream> {
+        Ok(Stream::external(&self.instance.device(memory.device_id().0)?, stream)?)
+    }
+
+    /// Returns elastic memory and its addresses.
+    pub fn release_elastic(&self, ptr: DevicePtr) -> Result<()> {
+        self.elastic.release(ptr)
+    }
+
+    /// The bytes that could be committed on a device now.
+    pub fn headroom(&self, device: i32) -> Result<u64> {
+        Ok(warpool::memory::elastic::headroom(&self.allocator, &self.device(device)?)?)
     }
 
     /// Every tag on every device.

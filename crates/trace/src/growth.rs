@@ -89,6 +89,7 @@ fn segment(address: u64, total_size: u64, stream: u64, kind: SegmentKind, blocks
         kind,
         pool: MemPoolId::DEFAULT,
         is_expandable: false,
+        is_elastic: false,
         stack: None,
         blocks,
     }

@@ -86,6 +86,8 @@ defects! {
     56 ShortageLeavesPools: "pages: the second attempt before out-of-memory takes no pages of pools marked for it";
     57 GateForgetsAllocators: "a capture begins or ends while an allocator enqueues an event or a wait";
     58 ImpossibleWindow: "pages: a window is chosen in which work may still use another page";
+    59 ElasticIgnoresStreams: "elastic memory that changes in another stream than its own is ordered with neither";
+    60 FailedCommitKeepsSlots: "a commit of elastic memory that fails keeps the slots that it got";
 }
 
 #[cfg(test)]

@@ -149,7 +149,7 @@ pub use instance::{
     STREAMS_PER_POOL, Stream, StreamGuard, StreamLease,
 };
 pub(crate) use sync::lock;
-pub use typed::{DeviceVec, PinnedVec};
+pub use typed::{DeviceVec, ElasticVec, PinnedVec};
 
 /// Compiles and runs the example of the package's README.
 #[cfg(doctest)]

@@ -4,6 +4,7 @@ pub(crate) mod allocator;
 pub(crate) mod blas;
 pub(crate) mod contents;
 pub(crate) mod current;
+pub(crate) mod elastic;
 pub(crate) mod events;
 pub(crate) mod external;
 pub(crate) mod generator;

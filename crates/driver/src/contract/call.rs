@@ -84,7 +84,7 @@ calls! {
         LibraryCreate library_create, LibrarySetStream library_set_stream,
         LibraryRaw library_raw, BlasSetWorkspace blas_set_workspace, BlasSetMath blas_set_math,
         BlasSetAtomics blas_set_atomics,
-        Suballocated suballocated, SuballocationFreed suballocation_freed,
+        Suballocated suballocated, SuballocatedInPlace suballocated_in_place, SuballocationFreed suballocation_freed,
     ;
     Stream:
         StreamWaitEvent stream_wait_event, StreamHostCallback stream_host_callback,

@@ -19,6 +19,12 @@ pub trait Suballocations {
         let _ = (ptr, bytes, stream);
     }
 
+    /// As [`suballocated`](Self::suballocated), at addresses that do not change: captured work may know them, and may
+    /// use the range although its memory was freed elsewhere since the capture.
+    fn suballocated_in_place(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
+        let _ = (ptr, bytes, stream);
+    }
+
     /// Names a range for messages: the memory that is there now, until it is freed.
     fn label_memory(&self, ptr: DevicePtr, bytes: u64, label: &str) {
         let _ = (ptr, bytes, label);

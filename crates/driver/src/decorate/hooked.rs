@@ -295,5 +295,8 @@ impl<H: Hook> Suballocations for Hooked<H> {
     }
 
     forward! { @method Suballocated suballocated(ptr: DevicePtr, bytes: u64, stream: StreamId) }
+    forward! {
+        @method SuballocatedInPlace suballocated_in_place(ptr: DevicePtr, bytes: u64, stream: StreamId)
+    }
     forward! { @method SuballocationFreed suballocation_freed(ptr: DevicePtr, bytes: u64) }
 }

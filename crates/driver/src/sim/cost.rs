@@ -178,7 +178,8 @@ fn h200(call: Call) -> Latency {
         Call::ModuleLoad => Latency::Flat(2_000_000),
         Call::Copy | Call::Copy2d | Call::CopyPeer | Call::Fill => Latency::Flat(1_500),
         Call::Upload | Call::Download => Latency::Flat(6_000),
-        Call::Suballocated | Call::SuballocationFreed | Call::HostRead | Call::HostWrite => Latency::Flat(0),
+        Call::Suballocated | Call::SuballocatedInPlace | Call::SuballocationFreed => Latency::Flat(0),
+        Call::HostRead | Call::HostWrite => Latency::Flat(0),
         _ => Latency::Flat(100),
     }
 }

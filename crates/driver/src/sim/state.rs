@@ -86,7 +86,8 @@ impl SimState {
 
     /// How many calls were made, without reports of suballocations.
     pub fn calls_made(&self) -> u64 {
-        let reports = [Call::Suballocated, Call::SuballocationFreed].map(|call| self.call_count(call));
+        let reports =
+            [Call::Suballocated, Call::SuballocatedInPlace, Call::SuballocationFreed].map(|call| self.call_count(call));
         self.calls_made - reports.iter().sum::<u64>()
     }
 

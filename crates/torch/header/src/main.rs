@@ -50,6 +50,7 @@ fn generate(library: &Path, config: &Path) -> Vec<u8> {
         "abi/pinned_history",
         "abi/sharing",
         "abi/sleep",
+        "abi/elastic",
     ];
     let builder = files.iter().fold(cbindgen::Builder::new().with_config(config), |builder, file| {
         builder.with_src(library.join(format!("src/{file}.rs")))

@@ -7,6 +7,7 @@
 pub mod blocks;
 pub mod checkpoints;
 pub mod device_stats;
+pub mod elastic;
 pub mod history;
 pub mod library;
 pub mod memory;

@@ -55,6 +55,16 @@ fn memory_statistics_settings_and_snapshots() {
 }
 
 #[test]
+fn elastic_memory() {
+    if !has("cc") {
+        return;
+    }
+    let folder = scratch("elastic");
+    let mut program = simulated(&build("elastic", &folder));
+    passed(program.env("WARPOOL_SIM", "memory_mb:1024"));
+}
+
+#[test]
 fn errors_are_reported_and_the_program_continues() {
     if !has("cc") {
         return;

@@ -11,6 +11,7 @@ macro_rules! with_each_backend {
 
 mod c_programs;
 mod captures;
+mod elastic;
 mod exceptions;
 mod header;
 mod runtime;

@@ -39,6 +39,7 @@ keywords! {
     SegmentType "segment_type"
     SegmentPoolId "segment_pool_id"
     IsExpandable "is_expandable"
+    IsElastic "is_elastic"
     Frames "frames"
     Blocks "blocks"
 

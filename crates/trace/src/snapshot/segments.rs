@@ -25,6 +25,7 @@ pub(super) struct SegmentDraft {
     kind: Option<SegmentKind>,
     pool: Option<MemPoolId>,
     is_expandable: Option<bool>,
+    is_elastic: bool,
     stack: Option<StackId>,
     blocks: Option<Vec<BlockInfo>>,
     is_taken: bool,
@@ -50,6 +51,7 @@ impl SegmentDraft {
             }
             Some(Keyword::SegmentPoolId) => self.pool = Some(lists.pool(value)?),
             Some(Keyword::IsExpandable) => self.is_expandable = Some(boolean(value)?),
+            Some(Keyword::IsElastic) => self.is_elastic = boolean(value)?,
             Some(Keyword::Frames) => self.stack = lists.stack(value)?,
             Some(Keyword::Blocks) => match value {
                 Value::List(ListKind::Blocks, list) => self.blocks = Some(lists.blocks[list as usize].take()?),
@@ -90,6 +92,7 @@ impl SegmentDraft {
             kind: self.kind.ok_or_else(|| Invalid::missing("segment_type"))?,
             pool: self.pool.unwrap_or_default(),
             is_expandable: self.is_expandable.unwrap_or(false),
+            is_elastic: self.is_elastic,
             stack: self.stack,
             blocks,
         })

@@ -94,6 +94,9 @@ impl<'s, W: Write> Pickler<'s, W> {
             (Keyword::IsExpandable, Value::Bool(segment.is_expandable)),
             (Keyword::Frames, Value::Stack(segment.stack)),
         ])?;
+        if segment.is_elastic {
+            self.fields([(Keyword::IsElastic, Value::Bool(true))])?;
+        }
         self.key(Keyword::Blocks)?;
         self.list(&segment.blocks, Self::block)?;
         self.end_dict()

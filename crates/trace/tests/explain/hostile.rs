@@ -65,6 +65,7 @@ fn segment(rng: &mut fastrand::Rng) -> SegmentInfo {
         kind: if rng.bool() { SegmentKind::Small } else { SegmentKind::Large },
         pool: pool(rng),
         is_expandable: rng.bool(),
+        is_elastic: false,
         stack: None,
         blocks,
     }

@@ -42,6 +42,7 @@ fn expected() -> Snapshot {
                 kind: SegmentKind::Large,
                 pool: user(3),
                 is_expandable: true,
+                is_elastic: false,
                 stack: train,
                 blocks: vec![
                     block(BASE, 2 * MIB, 2 * MIB - 50, BlockState::ActiveAllocated, train),
@@ -112,6 +113,7 @@ fn small_segment() -> SegmentInfo {
         kind: SegmentKind::Small,
         pool: MemPoolId::DEFAULT,
         is_expandable: false,
+        is_elastic: false,
         stack: None,
         blocks: vec![block],
     }

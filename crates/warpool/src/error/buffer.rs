@@ -82,6 +82,27 @@ pub enum BufferError {
         buffer: String,
     },
 
+    /// Elements of blocks that have no memory.
+    #[error("blocks {start}..{end} of {buffer} are not all committed; commit them first")]
+    NotCommitted {
+        /// The buffer, by its label.
+        buffer: String,
+        /// The first block of the view.
+        start: usize,
+        /// The end of its blocks.
+        end: usize,
+    },
+
+    /// Elastic memory in work that a graph has captured.
+    #[error(
+        "{buffer} is used by a captured graph, whose replays would use blocks without memory; \
+         drop or reset the graph before decommitting, or give its kernels the address (`ptr`) alone"
+    )]
+    ElasticInGraph {
+        /// The buffer, by its label.
+        buffer: String,
+    },
+
     /// A plain reference to memory that a graph uses.
     #[error(
         "{buffer} is used by a captured graph, whose replays a plain reference would not keep off; \

@@ -270,6 +270,38 @@ pub enum Error {
         device: DeviceId,
     },
 
+    /// Elastic memory without blocks, or with blocks of no bytes.
+    #[error("elastic memory needs at least one block of at least one byte; check the shape")]
+    EmptyElastic,
+
+    /// A range of blocks that elastic memory does not have.
+    #[error("blocks {start}..{end} are not blocks of elastic memory that has {blocks}")]
+    ElasticBlocks {
+        /// Where the range starts.
+        start: u64,
+        /// Where it ends.
+        end: u64,
+        /// How many blocks there are.
+        blocks: u64,
+    },
+
+    /// Elastic memory cannot change in a capture: the change would happen now, and the work later.
+    #[error(
+        "elastic memory cannot be committed or decommitted in {stream}, which is capturing; \
+         do it before or after the capture: the addresses stay the same"
+    )]
+    ElasticInCapture {
+        /// The stream.
+        stream: StreamId,
+    },
+
+    /// Elastic memory that was released.
+    #[error("the elastic memory at {ptr} was released; its addresses may be others' by now")]
+    UnknownElastic {
+        /// Its first address.
+        ptr: DevicePtr,
+    },
+
     /// A memory fraction outside of [0, 1].
     #[error("invalid fraction: {fraction}. Please set within [0, 1]")]
     Fraction {

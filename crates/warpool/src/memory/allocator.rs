@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
+use super::elastic_range::ElasticRanges;
 use super::{
     Allocation, Checkpoints, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats, PrivatePools,
     Request, Settings, Snapshot, SnapshotOptions, Stats,
@@ -205,6 +206,11 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
 
     /// Its private pools; [`Error::Unsupported`] if it has none.
     fn pools(&self) -> Result<&dyn PrivatePools>;
+
+    /// Its elastic memory.
+    fn elastic(&self) -> Result<&dyn ElasticRanges> {
+        unsupported(self.name(), "elastic memory; use backend:paged")
+    }
 
     /// Checkpoints of its private pools.
     fn checkpoints(&self) -> Result<&dyn Checkpoints> {

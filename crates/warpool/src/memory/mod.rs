@@ -46,6 +46,7 @@
 //! | [`settings`] | PyTorch's settings strings, parsed strictly; [`lint`] reports what has no effect |
 //! | [`report`] | statistics, history, snapshots and observers, in PyTorch's terms |
 //! | [`pools`] | private pools, for graphs and for programs that want memory of their own; checkpoints, upstreams |
+//! | [`elastic`] | memory at fixed addresses that comes and goes in blocks |
 //! | [`host`] | pinned memory: its allocator, statistics and pools of captures |
 //! | [`sleep`] | memory that returns to the driver and comes back at the same addresses |
 //! | [`external`] | a user's allocator, as a device allocator or as the upstream of one pool |
@@ -81,6 +82,8 @@ mod checkpoint;
 mod core;
 pub mod decorate;
 mod device_block;
+pub mod elastic;
+mod elastic_range;
 pub mod external;
 mod hold;
 pub mod host;

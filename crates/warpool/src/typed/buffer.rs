@@ -3,8 +3,8 @@
 //! Device memory that only its own stream has used, outside of captures, is private to that stream, and its uses need
 //! no record: stream order protects it, and the allocator knows the stream. So a new buffer is only a block. From its
 //! first use in another stream or in a capture it is tracked (`tracked.rs`), which costs an allocation, and its uses
-//! are recorded. A buffer with a label is tracked too, but stays private. Pinned memory is tracked from the start,
-//! because the host checks its uses.
+//! are recorded. A buffer with a label is tracked too, but stays private. Pinned and elastic memory is tracked from the
+//! start: the host, and decommits, check its uses.
 
 use std::fmt;
 use std::sync::atomic::{Ordering, fence};
@@ -14,11 +14,12 @@ use warpool_driver::{Address, DeviceId, DevicePtr};
 
 use super::tracked::Tracked;
 use crate::error::BufferError;
+use crate::memory::elastic::ElasticMemory;
 use crate::memory::{DeviceBlock, HostBlock};
 use crate::{Instance, Result, Stream};
 
 pub(super) struct Buffer {
-    /// The block, if it is device memory. Owned here until it is tracked; then `tracked` owns it.
+    /// The block, if it is ordinary device memory. Owned here until it is tracked; then `tracked` owns it.
     block: Option<DeviceBlock>,
     tracked: OnceLock<Arc<Tracked>>,
 }
@@ -27,6 +28,10 @@ impl Buffer {
     #[inline]
     pub(super) fn device(block: DeviceBlock) -> Self {
         Self { block: Some(block), tracked: OnceLock::new() }
+    }
+
+    pub(super) fn elastic(memory: ElasticMemory) -> Self {
+        Self { block: None, tracked: OnceLock::from(Tracked::elastic_memory(memory)) }
     }
 
     pub(super) fn pinned(block: HostBlock, instance: Instance) -> Self {
@@ -45,7 +50,7 @@ impl Buffer {
     #[cold]
     fn track(&self) -> &Arc<Tracked> {
         self.tracked.get_or_init(|| {
-            let block = self.block.as_ref().expect("pinned memory is tracked from the start");
+            let block = self.block.as_ref().expect("other memory is tracked from the start");
             Tracked::device(block.second_owner())
         })
     }
@@ -74,7 +79,10 @@ impl Buffer {
 
     /// Its address, if it is device memory.
     pub(super) fn device_ptr(&self) -> Option<DevicePtr> {
-        self.block.as_ref().map(DeviceBlock::ptr)
+        match &self.block {
+            Some(block) => Some(block.ptr()),
+            None => self.tracked().device_ptr(),
+        }
     }
 
     /// The address `offset` bytes from its start.
@@ -82,7 +90,7 @@ impl Buffer {
     pub(super) fn address(&self, offset: u64) -> Address {
         match &self.block {
             Some(block) => block.ptr().offset(offset).into(),
-            None => self.tracked().host_ptr().offset(offset).into(),
+            None => self.tracked().address(offset),
         }
     }
 
@@ -98,7 +106,10 @@ impl Buffer {
     /// Its device; `None` for pinned memory, which all devices can use.
     #[inline]
     pub(super) fn device_id(&self) -> Option<DeviceId> {
-        self.block.as_ref().map(DeviceBlock::device_id)
+        match &self.block {
+            Some(block) => Some(block.device_id()),
+            None => self.tracked().device_id(),
+        }
     }
 
     /// Fails if it is memory of another device than the stream's.

@@ -206,7 +206,7 @@ impl CapturedBuffer {
         let buffer = Arc::clone(access.tracked());
         let hold = match buffer.block() {
             Block::Device(block) => Some(BlockHold::new(block)?),
-            Block::Pinned(..) => None,
+            Block::Elastic(_) | Block::Pinned(..) => None,
         };
         buffer.graphs.fetch_add(1, Ordering::AcqRel);
         Ok(Self { _hold: hold, buffer, span: access.span, uses: Vec::new() })

@@ -7,10 +7,11 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-use warpool_driver::{DevicePtr, HostPtr};
+use warpool_driver::{Address, DeviceId, DevicePtr, HostPtr};
 
 use super::order::{Span, Uses};
 use crate::error::BufferError;
+use crate::memory::elastic::ElasticMemory;
 use crate::memory::{DeviceBlock, HostBlock};
 use crate::sync::try_lock;
 use crate::{Instance, Result, Stream, lock};
@@ -37,6 +38,8 @@ pub(super) struct Tracked {
 /// The block that holds the memory.
 pub(super) enum Block {
     Device(DeviceBlock),
+    /// Addresses of device memory, of which parts have memory.
+    Elastic(ElasticMemory),
     /// With the instance, because an empty block does not know its own.
     Pinned(HostBlock, Instance),
 }
@@ -46,6 +49,12 @@ impl Tracked {
     pub(super) fn device(block: DeviceBlock) -> Arc<Self> {
         let uses = Uses::allocated_for(block.device_id(), block.stream_id(), block.bytes());
         Self::new(Block::Device(block), uses, false)
+    }
+
+    /// Elastic memory. It is shared from the start, so that every use is recorded.
+    pub(super) fn elastic_memory(memory: ElasticMemory) -> Arc<Self> {
+        let uses = Uses::allocated_for(memory.device_id(), memory.stream_id(), memory.bytes());
+        Self::new(Block::Elastic(memory), uses, true)
     }
 
     /// Pinned memory, which no stream uses yet.
@@ -69,15 +78,21 @@ impl Tracked {
     pub(super) fn instance(&self) -> &Instance {
         match &self.block {
             Block::Device(block) => block.instance(),
+            Block::Elastic(memory) => memory.instance(),
             Block::Pinned(_, instance) => instance,
         }
+    }
+
+    /// Whether captured graphs use it.
+    pub(super) fn is_in_graphs(&self) -> bool {
+        self.graphs.load(Ordering::Acquire) > 0
     }
 
     /// Whether uses in its own stream need no record: no other stream has used it, and no graph uses it (replays borrow
     /// nothing).
     #[inline]
     pub(super) fn is_private(&self) -> bool {
-        !self.shared.load(Ordering::Relaxed) && self.graphs.load(Ordering::Acquire) == 0
+        !self.shared.load(Ordering::Relaxed) && !self.is_in_graphs()
     }
 
     pub(super) fn block(&self) -> &Block {
@@ -88,7 +103,26 @@ impl Tracked {
     pub(super) fn device_ptr(&self) -> Option<DevicePtr> {
         match &self.block {
             Block::Device(block) => Some(block.ptr()),
+            Block::Elastic(memory) => Some(memory.ptr()),
             Block::Pinned(..) => None,
+        }
+    }
+
+    /// Its device; `None` for pinned memory.
+    pub(super) fn device_id(&self) -> Option<DeviceId> {
+        match &self.block {
+            Block::Device(block) => Some(block.device_id()),
+            Block::Elastic(memory) => Some(memory.device_id()),
+            Block::Pinned(..) => None,
+        }
+    }
+
+    /// The address `offset` bytes from its start.
+    pub(super) fn address(&self, offset: u64) -> Address {
+        match &self.block {
+            Block::Device(block) => block.ptr().offset(offset).into(),
+            Block::Elastic(memory) => memory.ptr().offset(offset).into(),
+            Block::Pinned(block, _) => block.ptr().offset(offset).into(),
         }
     }
 
@@ -96,7 +130,15 @@ impl Tracked {
     pub(super) fn host_ptr(&self) -> HostPtr {
         match &self.block {
             Block::Pinned(block, _) => block.ptr(),
-            Block::Device(_) => unreachable!("device memory has no address of the host"),
+            Block::Device(_) | Block::Elastic(_) => unreachable!("device memory has no address of the host"),
+        }
+    }
+
+    /// The elastic memory.
+    pub(super) fn elastic(&self) -> &ElasticMemory {
+        match &self.block {
+            Block::Elastic(memory) => memory,
+            Block::Device(_) | Block::Pinned(..) => unreachable!("only elastic vectors ask for it"),
         }
     }
 
@@ -174,6 +216,7 @@ impl Tracked {
         match &self.block {
             Block::Device(_) if crate::defect::Defect::TypedDropForgetsStreams.is_on() => {}
             Block::Device(block) => block.record_use(stream)?,
+            Block::Elastic(memory) => memory.record_use(stream)?,
             Block::Pinned(block, _) => block.record_use(stream)?,
         }
         uses.add_stream(stream.id());
@@ -197,6 +240,7 @@ impl Tracked {
         }
         let (ptr, bytes) = match &self.block {
             Block::Device(block) => (block.ptr(), block.bytes()),
+            Block::Elastic(memory) => return memory.set_label(label),
             Block::Pinned(block, _) => (DevicePtr(block.ptr().0), block.bytes()),
         };
         self.instance().driver().label_memory(ptr, bytes, label);
@@ -210,6 +254,7 @@ impl Tracked {
     pub(super) fn name(&self) -> String {
         let kind = match &self.block {
             Block::Device(_) => "device memory",
+            Block::Elastic(_) => "elastic memory",
             Block::Pinned(..) => "pinned memory",
         };
         match self.label() {
@@ -223,6 +268,7 @@ impl fmt::Debug for Tracked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.block {
             Block::Device(block) => write!(f, "{}: {block:?}", self.name()),
+            Block::Elastic(memory) => write!(f, "{}: {memory:?}", self.name()),
             Block::Pinned(block, _) => write!(f, "{}: {block:?}", self.name()),
         }
     }

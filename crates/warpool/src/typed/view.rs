@@ -127,7 +127,7 @@ impl<'a, T: Pod> Part<'a, T> {
         Access { memory: Memory::Buffer(self.buffer), span, exclusive: self.exclusive }
     }
 
-    fn sub(&self, range: impl RangeBounds<usize>) -> Result<Self> {
+    pub(super) fn sub(&self, range: impl RangeBounds<usize>) -> Result<Self> {
         let start = match range.start_bound() {
             Bound::Included(&start) => Some(start),
             Bound::Excluded(&before) => before.checked_add(1),

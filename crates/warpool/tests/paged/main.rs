@@ -6,6 +6,7 @@
 mod sizes;
 
 mod checkpoint;
+mod elastic;
 mod history;
 mod out_of_memory;
 mod placement;

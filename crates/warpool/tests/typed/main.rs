@@ -5,6 +5,7 @@ mod pause;
 
 mod asleep;
 mod captures;
+mod elastic;
 mod errors;
 mod fixture;
 mod hazards;

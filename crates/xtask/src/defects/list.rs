@@ -70,4 +70,6 @@ pub const CAUGHT_BY: &[(&str, &str, &str)] = &[
     ("ShortageLeavesPools", "warpool paged::tests::shortage", "pages"),
     ("GateForgetsAllocators", "uncached racing_captures", "threads"),
     ("ImpossibleWindow", "warpool paged::tests::shortage", "pages:200"),
+    ("ElasticIgnoresStreams", "paged elastic::streams_are_ordered", "elastic:50"),
+    ("FailedCommitKeepsSlots", "paged elastic::a_commit_is_complete", "elastic:50"),
 ];

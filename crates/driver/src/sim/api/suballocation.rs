@@ -13,10 +13,40 @@ impl Suballocations for SimDriver {
     }
 
     fn suballocated(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
+        self.report_suballocated(Call::Suballocated, ptr, bytes, stream);
+    }
+
+    fn suballocated_in_place(&self, ptr: DevicePtr, bytes: u64, stream: StreamId) {
+        self.report_suballocated(Call::SuballocatedInPlace, ptr, bytes, stream);
+    }
+
+    fn label_memory(&self, ptr: DevicePtr, bytes: u64, label: &str) {
+        if bytes > 0 {
+            self.lock().hazards.names_mut().set_memory(ptr, bytes, label);
+        }
+    }
+
+    fn label_stream(&self, stream: StreamId, label: &str) {
+        self.lock().hazards.names_mut().set_stream(stream, label);
+    }
+
+    fn suballocation_freed(&self, ptr: DevicePtr, bytes: u64) {
         if !Self::tracks_suballocations(self) {
             return;
         }
-        let Ok(mut state) = self.enter(Call::Suballocated) else { return };
+        let Ok(mut state) = self.enter(Call::SuballocationFreed) else { return };
+        let at = state.call_number();
+        state.memory.suballocation_freed(ptr, bytes, at);
+    }
+}
+
+impl SimDriver {
+    /// Handles the report `call` of a suballocation.
+    fn report_suballocated(&self, call: Call, ptr: DevicePtr, bytes: u64, stream: StreamId) {
+        if !Self::tracks_suballocations(self) {
+            return;
+        }
+        let Ok(mut state) = self.enter(call) else { return };
         let Ok(stream) = state.live_stream(stream) else { return };
         let state = &mut *state;
         if state.captures.is_capturing(stream) {
@@ -44,25 +74,6 @@ impl Suballocations for SimDriver {
             any_device: true,
             hazards: &mut state.hazards,
         };
-        state.memory.suballocated(ptr, bytes, &clock, &mut by);
-    }
-
-    fn label_memory(&self, ptr: DevicePtr, bytes: u64, label: &str) {
-        if bytes > 0 {
-            self.lock().hazards.names_mut().set_memory(ptr, bytes, label);
-        }
-    }
-
-    fn label_stream(&self, stream: StreamId, label: &str) {
-        self.lock().hazards.names_mut().set_stream(stream, label);
-    }
-
-    fn suballocation_freed(&self, ptr: DevicePtr, bytes: u64) {
-        if !Self::tracks_suballocations(self) {
-            return;
-        }
-        let Ok(mut state) = self.enter(Call::SuballocationFreed) else { return };
-        let at = state.call_number();
-        state.memory.suballocation_freed(ptr, bytes, at);
+        state.memory.suballocated(ptr, bytes, &clock, &mut by, call == Call::SuballocatedInPlace);
     }
 }

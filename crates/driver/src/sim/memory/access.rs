@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::address_space::{AccessFault, Location, Region};
 use super::backing::Backing;
 use super::quarantine::Removal;
-use super::shadow::Conflict;
+use super::shadow::{Conflict, NewSuballocation};
 use super::{Backings, Memory};
 use crate::sim::order::{Accessor, HappensBefore, HazardKind, HazardLog, HazardRange, Operation, VectorClock};
 use crate::{Access, DeviceId, DevicePtr};
@@ -235,17 +235,25 @@ impl Memory {
         Ok(found)
     }
 
-    /// An allocator allocated a range for the work that `by` is the end of.
-    pub fn suballocated(&mut self, ptr: DevicePtr, bytes: u64, clock: &Arc<VectorClock>, by: &mut AccessContext<'_>) {
+    /// An allocator allocated a range for the work that `by` is the end of; `in_place` at addresses that work captured
+    /// before may use.
+    pub fn suballocated(
+        &mut self,
+        ptr: DevicePtr,
+        bytes: u64,
+        clock: &Arc<VectorClock>,
+        by: &mut AccessContext<'_>,
+        in_place: bool,
+    ) {
         let (accessor, before, now, hazards) = (&by.accessor, &by.before, by.now, &mut *by.hazards);
-        let new = (accessor.queued_at, clock, accessor.epoch);
+        let new = NewSuballocation { at: accessor.queued_at, clock, epoch: accessor.epoch, in_place };
         self.blocks.add(ptr, bytes, accessor.queued_at);
         hazards.names_mut().forget_memory(ptr, bytes);
         self.for_located(ptr, bytes, |backings, found, here| {
             let Backing { pinned_by, shadow, .. } = backings.get_mut(found.backing);
             let range = (found.offset, found.offset + found.bytes);
             let area = here.0.wrapping_sub(found.offset);
-            shadow.suballocate(range, new, before, &mut |earlier, from, to| {
+            shadow.suballocate(range, &new, before, &mut |earlier, from, to| {
                 let from = from.max(found.offset);
                 let here = here.offset(from - found.offset);
                 let range = (HazardRange::new(*pinned_by, here, from, to - from), here);

@@ -17,6 +17,17 @@ pub enum Suballocation {
     Freed { at: u64 },
 }
 
+/// An allocator's report that a range was allocated.
+pub struct NewSuballocation<'a> {
+    /// The number of the call.
+    pub at: u64,
+    /// The new work is ordered after these.
+    pub clock: &'a Arc<VectorClock>,
+    pub epoch: Epoch,
+    /// Whether work that was captured before may use the range.
+    pub in_place: bool,
+}
+
 /// Why an access is not protected.
 #[derive(Clone, Debug)]
 pub enum Conflict {
@@ -171,12 +182,11 @@ impl Shadow {
         }
     }
 
-    /// An allocator allocated `[start, end)` for work ordered after `clock` and `epoch`, by call number `at`. Reports
-    /// the accesses that the new work is not ordered after.
+    /// An allocator allocated `[start, end)`. Reports the accesses that the new work is not ordered after.
     pub fn suballocate(
         &mut self,
         (start, end): (u64, u64),
-        (at, clock, epoch): (u64, &Arc<VectorClock>, Epoch),
+        new: &NewSuballocation<'_>,
         before: &HappensBefore<'_>,
         report: &mut impl FnMut(&Accessor, u64, u64),
     ) {
@@ -195,8 +205,10 @@ impl Shadow {
         }
         // The bytes may have been freed by several calls.
         let mut from = start;
-        for (until, freed_at) in self.frees_within(start, end) {
-            let allocated = Suballocation::Allocated { at, clock: Arc::clone(clock), epoch, freed_at };
+        let frees = if new.in_place { vec![(end, 0)] } else { self.frees_within(start, end) };
+        for (until, freed_at) in frees {
+            let clock = Arc::clone(new.clock);
+            let allocated = Suballocation::Allocated { at: new.at, clock, epoch: new.epoch, freed_at };
             self.set_suballocation(from, until, allocated);
             from = until;
         }

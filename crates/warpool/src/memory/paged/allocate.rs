@@ -173,7 +173,7 @@ impl PagedDevice {
     }
 
     /// Counts a failed request, calls the observers, and makes the error.
-    fn out_of_memory(
+    pub(super) fn out_of_memory(
         &self,
         request: &Request,
         number: HeapId,

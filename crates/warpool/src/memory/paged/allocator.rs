@@ -10,6 +10,7 @@ use super::heap::Heap;
 use super::last_heap::last_device;
 use super::pending::PendingFrees;
 use super::{PagedAllocator, inactive, naming_backend, reclaim, snapshot};
+use crate::memory::elastic_range::ElasticRanges;
 use crate::memory::report::StackIds;
 use crate::memory::{
     Allocation, Checkpoints, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats,
@@ -235,6 +236,10 @@ unsafe impl DeviceAllocator for PagedAllocator {
     }
 
     fn pools(&self) -> Result<&dyn PrivatePools> {
+        Ok(self)
+    }
+
+    fn elastic(&self) -> Result<&dyn ElasticRanges> {
         Ok(self)
     }
 

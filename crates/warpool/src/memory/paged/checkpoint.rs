@@ -69,7 +69,7 @@ impl<'a> PoolHeaps<'a> {
 
 impl PagedDevice {
     fn checkpoint(&self, allocator: u64, pool: MemPoolId) -> Result<PoolCheckpoint> {
-        lock(&self.pools).record_checkpoint(pool);
+        lock(&self.pools).record_checkpoint(pool)?;
         let heaps = PoolHeaps::lock(self, pool)?;
         let mut blocks = Vec::new();
         for (_, heap) in &heaps.0 {

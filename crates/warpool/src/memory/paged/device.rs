@@ -1,9 +1,9 @@
 //! One device of the paged allocator: its heaps, pages, pools and statistics, each under its own lock.
 //!
-//! Locks, in the order in which they are taken: the pages (held while the driver is called), the totals, a heap (a spin
-//! lock, held for one step), the history. A thread holds one heap at a time; only checkpoints lock all heaps of a pool,
-//! by ascending number. Pools, scopes and fences are taken alone, or while the pages are locked. User code runs with
-//! none of them.
+//! Locks, in the order in which they are taken: a range of elastic memory, the pages (both held while the driver is
+//! called), the totals, a heap (a spin lock, held for one step), the history. A thread holds one heap at a time; only
+//! checkpoints lock all heaps of a pool, by ascending number. Pools, scopes and fences are taken alone, or while the
+//! pages are locked. User code runs with none of them.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,6 +15,7 @@ use warpool_driver::{DevicePtr, StreamId};
 use super::activity::Activity;
 use super::address_space::AddressSpace;
 use super::counters::{Added, Totals};
+use super::elastic_table::ElasticTable;
 use super::heap::Heap;
 use super::heaps::Heaps;
 use super::ids::{BlockId, HeapId, RangeInHeap};
@@ -84,6 +85,7 @@ pub(super) struct PagedDevice {
     pub(super) space: AddressSpace,
     pub(super) pages: Mutex<PageTable>,
     pub(super) pools: Mutex<Pools>,
+    pub(super) elastic: ElasticTable,
     /// Sources of removed pools and segments, to be dropped.
     removed: Mutex<Vec<SegmentSource>>,
     fences: Mutex<StreamFences<BlockRef>>,
@@ -116,6 +118,7 @@ impl PagedDevice {
             space: AddressSpace::new(core.bytes_total),
             pages: Mutex::new(PageTable::new(slot_bytes)),
             pools: Mutex::new(Pools::new(core.id, PoolHeaps::default())),
+            elastic: ElasticTable::default(),
             removed: Mutex::default(),
             fences: Mutex::default(),
             has_pending: AtomicBool::new(false),

@@ -28,13 +28,19 @@ impl PagedDevice {
         let known = self.by_key.read().unwrap_or_else(PoisonError::into_inner).by_key.get(&(stream, pool)).copied();
         let heap = match known {
             Some(heap) => heap,
-            None => self.add_heap(stream, pool)?,
+            None => self.add_heap(stream, pool, |_| false)?,
         };
         self.switch_to(heap, stream, pool);
         Ok((heap, self.heaps.get(heap)))
     }
 
-    fn add_heap(&self, stream: StreamId, pool: MemPoolId) -> Result<HeapId> {
+    /// Adds the heap of a stream and pool. Of the retired ones it gets the first that is `preferred`, or else the last.
+    pub(super) fn add_heap(
+        &self,
+        stream: StreamId,
+        pool: MemPoolId,
+        preferred: impl Fn(&Heap) -> bool,
+    ) -> Result<HeapId> {
         let handle = self.driver().stream_handle(stream)?;
         if handle.device != self.id {
             return Err(Error::StreamDevice { device: self.id, stream, owner: handle.device });
@@ -59,7 +65,12 @@ impl PagedDevice {
         let mut keys = self.by_key.write().unwrap_or_else(PoisonError::into_inner);
         let mut pools = lock(&self.pools);
         pools.expect_in_use(pool)?;
-        let heap = match keys.idle.pop() {
+        let found = keys.idle.iter().position(|&heap| preferred(&self.heaps.get(heap).lock()));
+        let idle = match found {
+            Some(at) => Some(keys.idle.remove(at)),
+            None => keys.idle.pop(),
+        };
+        let heap = match idle {
             Some(heap) => {
                 self.heaps.get(heap).lock().set_owner(owner);
                 heap

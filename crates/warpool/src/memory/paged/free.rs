@@ -79,6 +79,21 @@ impl PagedDevice {
         outcome
     }
 
+    /// Frees blocks of a heap that no other stream uses. User code is not called.
+    pub(super) fn free_known(&self, number: HeapId, blocks: &[BlockId], fences: Fences, details: &EntryDetails) {
+        self.using(number);
+        let mut heap = self.heaps.get(number).lock();
+        let ends = heap.ends();
+        for &block in blocks {
+            self.free_found(&mut heap, &|_| Some(block), details);
+        }
+        let (stream, may_end) = (heap.stream, heap.ends() != ends);
+        drop(heap);
+        if may_end {
+            self.end_of_stream(number, stream, fences, details);
+        }
+    }
+
     #[inline]
     fn free_found(
         &self,

@@ -35,6 +35,8 @@ mod bystanders;
 mod checkpoint;
 mod counters;
 mod device;
+mod elastic;
+mod elastic_table;
 mod fill;
 mod find_heap;
 mod free;
@@ -122,12 +124,13 @@ impl PagedAllocator {
     fn count_pages(&self, device: DeviceId) -> Result<PageStats> {
         let device = self.device(device)?;
         let table = lock(&device.pages);
-        let (mut active_bytes, mut free_mapped_bytes) = (0, 0);
+        let (mut active_bytes, mut free_mapped_bytes, mut elastic_bytes) = (0, 0, 0);
         let with_segments = table.heaps_with_segments();
         for (_, heap) in device.heaps.iter().filter(|(number, _)| !with_segments.contains(number)) {
             let mut heap = heap.lock();
             active_bytes += heap.counters().active_bytes();
             free_mapped_bytes += heap.free_bytes();
+            elastic_bytes += heap.elastic_bytes();
         }
         Ok(PageStats {
             pages: table.count(),
@@ -135,6 +138,7 @@ impl PagedAllocator {
             active_bytes,
             free_mapped_bytes,
             spare_bytes: table.homeless_pages().map(|page| table.page_bytes(page)).sum(),
+            elastic_bytes,
             bytes_mapped_twice: table.bytes_mapped_twice(),
             totals: table.totals,
         })

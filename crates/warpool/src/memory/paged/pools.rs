@@ -8,9 +8,10 @@ use warpool_driver::StreamId;
 pub(super) use crate::memory::segment_source::SegmentSource;
 
 use super::ids::HeapId;
+use crate::memory::checkpoint::refused;
 use crate::memory::pool_table::{Pool, PoolTable};
 use crate::memory::{MemPoolId, PoolUser};
-use crate::{PooledEvent, Result};
+use crate::{Error, PooledEvent, Result};
 
 pub(super) type Pools = PoolTable<PoolHeaps>;
 
@@ -20,8 +21,17 @@ pub(crate) struct PoolHeaps {
     heaps: BTreeSet<HeapId>,
     /// Whether checkpoints of it were taken.
     has_checkpoints: bool,
+    /// Whether it is elastic memory: it serves no requests, and its free pages serve others while it is in use.
+    is_elastic: bool,
     /// Once it is released: events after all work that may use its memory.
     passed: Option<Vec<Arc<PooledEvent>>>,
+}
+
+impl PoolHeaps {
+    /// Those of elastic memory.
+    pub(super) fn elastic() -> Self {
+        Self { is_elastic: true, ..Self::default() }
+    }
 }
 
 /// Whether the free pages of a pool's heaps may serve others.
@@ -73,7 +83,10 @@ impl Pools {
 
     /// Fails unless the pool serves requests.
     pub(super) fn expect_serving(&self, id: MemPoolId) -> Result<()> {
-        self.serving(id).map(drop)
+        if self.serving(id)?.memory.is_elastic {
+            return Err(Error::Unsupported { allocator: "paged", what: "requests to the pool of elastic memory" });
+        }
+        Ok(())
     }
 
     /// Ends a use of `user`. Returns the pool if that was the last use and it has no heaps: it is removed.
@@ -82,11 +95,15 @@ impl Pools {
         Ok(self.remove_if(id, |memory| memory.heaps.is_empty()))
     }
 
-    /// A checkpoint was taken: blocks may be restored at their addresses from here on.
-    pub(super) fn record_checkpoint(&mut self, id: MemPoolId) {
+    /// A checkpoint is taken: blocks may be restored at their addresses from here on.
+    pub(super) fn record_checkpoint(&mut self, id: MemPoolId) -> Result<()> {
         if let Some(pool) = self.find_mut(id) {
+            if pool.memory.is_elastic {
+                return Err(refused(id, "elastic memory has none"));
+            }
             pool.memory.has_checkpoints = true;
         }
+        Ok(())
     }
 
     /// Whether the pages of a pool stay where they are even for requests of its own: graphs and checkpoints know their
@@ -147,7 +164,9 @@ impl Pools {
     pub(super) fn takeable(&self, id: MemPoolId) -> Takeable {
         match self.find(id) {
             Some(pool) if !id.is_default() && !pool.is_released() => {
-                if pool.lends() {
+                if pool.memory.is_elastic {
+                    Takeable::After(self.used_by(id))
+                } else if pool.lends() {
                     Takeable::OnOom
                 } else {
                     Takeable::Never

@@ -46,6 +46,7 @@ fn add_segments(
                 stream: heap.stream_raw,
                 pool: heap.pool,
                 is_expandable: !heap.is_in_segment(id),
+                is_elastic: heap.is_elastic(id),
                 ..SegmentInfo::empty(device.id, block.addr(), kind)
             });
             // Blocks that were freed a moment ago are shown as they will be, without merging them: a snapshot must not

@@ -32,13 +32,15 @@ pub(super) struct Supply {
 }
 
 impl Supply {
-    /// For these slots, which are sorted.
-    pub(super) fn new(slots: impl Iterator<Item = Slot>) -> Self {
+    /// For these slots, which are sorted. No page lies across a multiple of `unit` slots.
+    pub(super) fn new(slots: impl Iterator<Item = Slot>, unit: u32) -> Self {
         let mut supply = Self::default();
         for slot in slots {
             supply.slots_needed += 1;
             match supply.gaps.last_mut() {
-                Some(gap) if gap.first.index + gap.slots == slot.index => gap.slots += 1,
+                Some(gap) if gap.first.index + gap.slots == slot.index && !slot.index.is_multiple_of(unit) => {
+                    gap.slots += 1;
+                }
                 _ => supply.gaps.push(Gap { first: slot, slots: 1 }),
             }
         }

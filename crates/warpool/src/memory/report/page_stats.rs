@@ -10,6 +10,8 @@ pub struct PageStats {
     pub reserved_bytes: u64,
     /// Bytes of allocated blocks and pending frees.
     pub active_bytes: u64,
+    /// Those of them that are committed [elastic memory](crate::memory::elastic), in slots of 2 MiB.
+    pub elastic_bytes: u64,
     /// Bytes that are free and mapped.
     pub free_mapped_bytes: u64,
     /// Bytes of pages that belong to no address.
@@ -23,12 +25,13 @@ pub struct PageStats {
 impl PageStats {
     /// Every value with its name, as `warpool_page_stats` and `warpool.torch.page_stats` name it.
     #[must_use]
-    pub fn named(&self) -> [(&'static str, u64); 12] {
+    pub fn named(&self) -> [(&'static str, u64); 13] {
         let totals = &self.totals;
         [
             ("pages", self.pages),
             ("reserved_bytes", self.reserved_bytes),
             ("active_bytes", self.active_bytes),
+            ("elastic_bytes", self.elastic_bytes),
             ("free_mapped_bytes", self.free_mapped_bytes),
             ("spare_bytes", self.spare_bytes),
             ("bytes_mapped_twice", self.bytes_mapped_twice),

@@ -58,6 +58,8 @@ pub struct SegmentInfo {
     pub pool: MemPoolId,
     /// Whether it is a part of an expandable segment.
     pub is_expandable: bool,
+    /// Whether it is [elastic memory](crate::memory::elastic). Not in PyTorch's files.
+    pub is_elastic: bool,
     /// The call stack of the request that it was allocated for.
     pub stack: Option<StackId>,
     /// Its blocks, by address, without gaps.
@@ -78,6 +80,7 @@ impl SegmentInfo {
             kind,
             pool: MemPoolId::DEFAULT,
             is_expandable: false,
+            is_elastic: false,
             stack: None,
             blocks: Vec::new(),
         }

@@ -15,7 +15,10 @@
 
 mod grow;
 mod map;
+mod slots;
 mod take;
+
+pub(super) use slots::{Slots, allocate_slots};
 
 use warpool_driver::StreamId;
 
@@ -58,21 +61,9 @@ pub(super) struct FillRequest {
 /// Allocates, with further pages if need be. Returns the number of the block.
 pub(super) fn allocate(device: &PagedDevice, request: FillRequest, details: &EntryDetails) -> Result<OrOom<BlockId>> {
     let mut table = lock(&device.pages);
-    let cell = device.heaps.get(request.heap);
-    let mut fill = Fill {
-        device,
-        request,
-        cell,
-        details,
-        table: &mut table,
-        page_slots: 1,
-        asks_others: false,
-        own_page: false,
-        needs_bystanders: false,
-    };
+    let mut fill = Fill::new(device, request, &mut table, details);
     let outcome = fill.run();
-    fill.order_after_bystanders();
-    fill.table.note_changed(request.heap);
+    fill.end();
     outcome
 }
 
@@ -84,6 +75,8 @@ struct Fill<'a> {
     table: &'a mut PageTable,
     /// The slots of a new page, where there is room for it. Holes are filled, and pages taken, in units of that size.
     page_slots: u32,
+    /// No page lies across a multiple of so many slots.
+    border: u32,
     /// Whether other heaps' pages count and may be taken: this heap and the spare pages have not enough.
     asks_others: bool,
     /// Whether it gets a new page rather than one that other heaps would take again (`pages/heaps.rs`).
@@ -105,7 +98,28 @@ enum Filled {
     OutOfMemory(OomCause),
 }
 
-impl Fill<'_> {
+impl<'a> Fill<'a> {
+    fn new(device: &'a PagedDevice, request: FillRequest, table: &'a mut PageTable, details: &'a EntryDetails) -> Self {
+        Self {
+            device,
+            request,
+            cell: device.heaps.get(request.heap),
+            details,
+            table,
+            page_slots: 1,
+            border: u32::MAX,
+            asks_others: false,
+            own_page: false,
+            needs_bystanders: false,
+        }
+    }
+
+    /// To be called at the end, whatever the outcome.
+    fn end(&mut self) {
+        self.order_after_bystanders();
+        self.table.note_changed(self.request.heap);
+    }
+
     fn run(&mut self) -> Result<OrOom<BlockId>> {
         self.prepare()?;
         let requested = self.request.requested;
@@ -224,7 +238,7 @@ impl Fill<'_> {
             return Ok(Filled::Blocked(blocked));
         }
         let without_page = self.slots(window).filter(|&slot| self.table.own_page(slot).is_none());
-        let mut supply = Supply::new(without_page);
+        let mut supply = Supply::new(without_page, self.border);
         match self.obtain(&mut supply) {
             Ok(Ok(true)) => self.use_pages(supply).map(|()| Filled::Done),
             failed => {

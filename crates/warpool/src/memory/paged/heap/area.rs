@@ -32,6 +32,8 @@ struct AddressRange {
     first: BlockId,
     /// Whether it is a segment: backed as a whole, and not by pages.
     is_segment: bool,
+    /// Whether it is elastic memory: its blocks are slots, and no call finds them by address.
+    is_elastic: bool,
     starts: Starts,
 }
 
@@ -172,7 +174,8 @@ impl Area {
         let at = self.removed.pop().unwrap_or_else(|| RangeInHeap::at(self.ranges.len()));
         let first = blocks.add(base, bytes, self.kind, at, state);
         let is_segment = state != State::Hole;
-        let range = AddressRange { number, base, first, is_segment, starts: Starts::new(self.kind, bytes) };
+        let starts = Starts::new(self.kind, bytes);
+        let range = AddressRange { number, base, first, is_segment, is_elastic: false, starts };
         if at.index() < self.ranges.len() {
             self.ranges[at.index()] = range;
         } else {
@@ -223,6 +226,25 @@ impl Area {
         blocks.remove(range.first);
         (range.first, range.is_segment) = (NONE, false);
         self.removed.push(at);
+    }
+
+    /// Sets whether a range is elastic memory.
+    pub(super) fn set_elastic(&mut self, at: RangeInHeap, is_elastic: bool) {
+        self.ranges[at.index()].is_elastic = is_elastic;
+    }
+
+    pub(super) fn is_elastic(&self, at: RangeInHeap) -> bool {
+        self.ranges[at.index()].is_elastic
+    }
+
+    /// The smallest range of at least `bytes` that is all hole, with its number on the device, base and size.
+    pub(super) fn unused_range(&self, blocks: &Blocks, bytes: u64) -> Option<(RangeInHeap, RangeId, u64, u64)> {
+        let unused = (0..).map(RangeInHeap).zip(&self.ranges).filter_map(|(at, range)| {
+            let first = blocks.try_get(range.first)?;
+            let fits = first.state == State::Hole && first.next == NONE && first.bytes >= bytes;
+            fits.then_some((at, range.number, range.base, first.bytes))
+        });
+        unused.min_by_key(|&(_, _, _, bytes)| bytes)
     }
 
     pub(super) fn is_segment(&self, at: RangeInHeap) -> bool {

@@ -32,7 +32,9 @@ impl Heap {
                     assert_eq!(recent.contains(&id), block.state == State::Recent, "{block:?}");
                     assert_eq!(area.holes().get(&block.addr) == Some(&id), block.state == State::Hole, "{block:?}");
                     let is_indexed = matches!(block.state, State::Allocated | State::Pending | State::Recent);
-                    if is_indexed {
+                    if is_indexed && area.is_elastic(number) {
+                        assert_eq!((block.addr % slot, block.bytes), (0, slot), "a block of elastic memory is a slot");
+                    } else if is_indexed {
                         assert_eq!(area.started_at(number, block.addr), Some(id), "{block:?}");
                     }
                     if is_indexed && !area.is_segment(number) {

@@ -10,6 +10,7 @@ mod bins;
 mod block;
 mod check;
 mod checkpoint;
+mod elastic;
 mod recent;
 mod segments;
 mod starts;

@@ -5,12 +5,14 @@ use std::sync::Arc;
 
 use warpool_driver::decorate::FaultPlan;
 use warpool_driver::{
-    CaptureMode, CaptureState, Captures as _, Devices as _, ErrorCode, Graphs as _, InstantiateOptions, Streams as _,
+    CaptureMode, CaptureState, Captures as _, Copies as _, Devices as _, ErrorCode, Graphs as _, InstantiateOptions,
+    Pattern, Streams as _,
 };
 
 use warpool_testing::{in_parallel, seeds};
 
 use super::machine::{DEVICE, MIB, Machine};
+use crate::memory::elastic::{ElasticLayout, ElasticRanges as _};
 use crate::memory::{
     Allocation, DeviceAllocator as _, MemPoolId, PoolOptions, PrivatePools as _, Request, Route, Settings,
 };
@@ -37,6 +39,7 @@ const PROGRAMS: &[(&str, Program)] = &[
     ("trims", trims),
     ("out of memory", out_of_memory),
     ("recorded uses", recorded_uses),
+    ("elastic memory", elastic),
 ];
 
 impl Run<'_> {
@@ -222,6 +225,40 @@ fn recorded_uses(run: &mut Run<'_>) {
         run.free(other);
         let same = run.allocate(0, 40 * MIB);
         run.free(same);
+    }
+}
+
+/// Two ranges and a heap that take each other's pages. A block that was committed has memory, whatever failed since.
+fn elastic(run: &mut Run<'_>) {
+    let paged = Arc::clone(&run.machine.paged);
+    let ranges = [(2, 8, 3 * MIB), (1, 40, MIB)].map(|(rows, blocks, block_bytes)| {
+        let (layout, stream) = (ElasticLayout { rows, blocks, block_bytes }, run.stream(0).id());
+        run.pass(paged.reserve(DEVICE, stream, layout))
+    });
+    for round in 0..2 {
+        for (range, stream) in ranges.iter().flatten().zip([0, 1]) {
+            let (blocks, stream) = (range.layout.blocks, run.stream(stream));
+            let wanted = round..blocks / 2 + round;
+            let before = paged.committed(range);
+            let done = run.pass(paged.commit(range, stream.id(), wanted.clone())).is_some();
+            assert!(if done { paged.is_committed(range, wanted.clone()) } else { paged.committed(range) == before });
+            for block in wanted.filter(|&block| paged.is_committed(range, block..block + 1)) {
+                let (ptr, bytes) = (range.ptr.offset(block * range.layout.block_bytes), range.layout.block_bytes);
+                run.machine.sim.fill(ptr, Pattern::U8(1), bytes, stream.id()).unwrap();
+            }
+            let after = run.allocate(2, (8 + 4 * round) * MIB);
+            let before = paged.committed(range);
+            let done = run.pass(paged.decommit(range, stream.id(), round..blocks / 2)).is_some();
+            assert!(done || paged.committed(range) == before, "a failed decommit changes nothing");
+            run.free(after);
+            let before = run.allocate(2, 16 * MIB);
+            run.free(before);
+        }
+    }
+    for range in ranges.iter().flatten() {
+        // What is done in the other stream was not ordered, if that failed.
+        run.machine.sim.device_synchronize(DEVICE).unwrap();
+        paged.release(range);
     }
 }
 
