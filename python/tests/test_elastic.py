@@ -10,7 +10,7 @@ from isolated import isolated
 from memory import free, malloc, stats
 
 import warpool
-from warpool import _elastic, _native
+from warpool import _elastic, _native, _sleep
 from warpool._elastic import Elastic
 
 MIB = 1 << 20
@@ -18,17 +18,17 @@ MIB = 1 << 20
 SHAPE = (3, 2, 64, 16, 32, 512)
 
 
-def cache(shape: Any = SHAPE, item: int = 2, dim: Any = 2, label: Any = None) -> Elastic:
+def cache(shape: Any = SHAPE, item: int = 2, dim: Any = 2, tag: Any = None) -> Elastic:
     os.environ.setdefault("WARPOOL_CONF", "backend:paged")
     _native.start("paged")
-    return Elastic(_elastic.reserve(shape, item, dim, 0, 0, label), 0)
+    return Elastic(_elastic.reserve(shape, item, dim, 0, 0, tag), 0)
 
 
 class ElasticMemory(unittest.TestCase):
     @isolated
     def test_blocks_come_and_go(self) -> None:
         fake_torch()
-        kv = cache(label="kv")
+        kv = cache(tag="kv")
         info = kv.info()
         self.assertEqual((info.blocks, info.committed, info.bytes), (64, 0, 192 * MIB))
         self.assertEqual((info.page_bytes, info.blocks_per_page), (8 * MIB, 16))
@@ -51,6 +51,20 @@ class ElasticMemory(unittest.TestCase):
         with self.assertRaisesRegex(warpool.Error, "no elastic memory begins at"):
             kv.info()
         self.assertEqual(stats()["allocated_bytes.all.current"], 0)
+
+    @isolated
+    def test_it_sleeps_and_wakes_with_its_tag(self) -> None:
+        fake_torch()
+        kv = cache(tag="kv")
+        kv.commit(0, 16, 0)
+        report = _sleep.sleep("kv")
+        self.assertEqual((report.changed, report.bytes_device, report.bytes_copied), (1, 48 * MIB, 48 * MIB))
+        self.assertEqual((kv.info().committed, stats()["reserved_bytes.all.current"]), (0, 0))
+        with self.assertRaisesRegex(warpool.Error, "wake the tag"):
+            kv.commit(0, 1, 0)
+        self.assertEqual([info.bytes for info in _sleep.tags()], [48 * MIB])
+        _sleep.wake()
+        self.assertTrue(kv.is_committed(0, 16))
 
     @isolated
     def test_a_commit_that_does_not_fit_changes_nothing(self) -> None:

@@ -120,7 +120,7 @@ def elastic(
     *,
     dim: Optional[int] = None,
     device: Optional[int] = None,
-    label: Optional[str] = None,
+    tag: Optional[str] = None,
 ) -> Any:
     """A tensor of addresses alone: none of it has memory, until blocks of it are committed.
 
@@ -130,7 +130,8 @@ def elastic(
     Using a block without memory is an illegal access, or changes memory of others.
 
     Its memory comes from the same pages as that of all tensors, and returns to them, so that a cache and activations
-    share one stock. `label` names it in reports of the simulated GPU.
+    share one stock. With a `tag`, or in the scope of one, it sleeps and wakes with the other memory of that
+    tag.
 
     Needs `backend:paged`, the default of `warpool.torch.enable()`. Raises `Error` with another backend.
     """
@@ -140,7 +141,7 @@ def elastic(
         device = torch.cuda.current_device()
     sizes = [int(size) for size in shape]
     item = dtype.itemsize
-    ptr = reserve(sizes, item, dim, device, _handle(None, device), label)
+    ptr = reserve(sizes, item, dim, device, _handle(None, device), tag)
     # As integers, which every version of PyTorch exchanges; then viewed as what they are.
     words = max(item // 8, 1)
     capsule = _capsule(ptr, item // words * 8, [*sizes[:-1], sizes[-1] * words])
@@ -154,7 +155,7 @@ def elastic(
 
 
 def reserve(
-    sizes: Sequence[int], item: int, dim: Optional[int], device: int, stream: int, label: Optional[str]
+    sizes: Sequence[int], item: int, dim: Optional[int], device: int, stream: int, tag: Optional[str]
 ) -> int:
     """Reserves the addresses of a tensor. Returns the first one."""
     if not sizes or min(sizes) <= 0:
@@ -166,7 +167,7 @@ def reserve(
     dim %= len(sizes)
     rows, blocks, inner = math.prod(sizes[:dim]), sizes[dim], math.prod(sizes[dim + 1 :])
     ptr = ctypes.c_void_p()
-    name = None if label is None else label.encode()
+    name = None if tag is None else tag.encode()
     _native.call(
         STATUS, "warpool_elastic_reserve", device, stream, rows, blocks, inner * item, name, ctypes.byref(ptr)
     )

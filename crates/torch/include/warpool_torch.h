@@ -898,18 +898,19 @@ int warpool_tags(struct warpool_tag_values *tags, size_t capacity, size_t *count
 
 // Reserves addresses for elastic memory, without memory, and writes the first one to `ptr`. A block has `block_bytes`
 // bytes in each of `rows` rows: block `b` is at `(r * blocks + b) * block_bytes` of row `r`, as in a tensor of which
-// one dimension counts the blocks. `stream` is a `cudaStream_t` that exists until `warpool_elastic_release`. `label`
-// names the memory in reports of the simulated GPU; NULL is no name. Only with `backend:paged`.
+// one dimension counts the blocks. `stream` is a `cudaStream_t` that exists until `warpool_elastic_release`. It sleeps
+// and wakes with the other memory of `tag`; with NULL, of the tag whose scope the thread is in, if any. Only with
+// `backend:paged`.
 //
 // # Safety
-// `stream` is NULL or a stream of the driver, and stays alive as long as the memory. `label` is NULL or a
+// `stream` is NULL or a stream of the driver, and stays alive as long as the memory. `tag` is NULL or a
 // null-terminated string. `ptr` is NULL, which is an error, or writable.
 int warpool_elastic_reserve(int device,
                             void *stream,
                             uint64_t rows,
                             uint64_t blocks,
                             uint64_t block_bytes,
-                            const char *label,
+                            const char *tag,
                             void **ptr);
 
 // Gives memory to those of the blocks `first` to `last`, without the last one, that have none: work that is queued in

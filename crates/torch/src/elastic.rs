@@ -3,9 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use warpool::Stream;
-use warpool::memory::DeviceAllocator;
-use warpool::memory::elastic::{ElasticLayout, ElasticMemory};
+use warpool::memory::elastic::ElasticMemory;
 use warpool_driver::DevicePtr;
 
 use crate::error::{Error, Result};
@@ -18,19 +16,11 @@ impl ProcessElastic {
         act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Reserves addresses. `label` names them in reports of the simulated GPU.
-    pub(crate) fn reserve(
-        &self,
-        allocator: &Arc<dyn DeviceAllocator>,
-        layout: ElasticLayout,
-        stream: &Stream,
-        label: Option<&str>,
-    ) -> Result<DevicePtr> {
-        let memory = ElasticMemory::new(allocator, layout, stream)?;
-        let memory = if let Some(label) = label { memory.with_label(label) } else { memory };
+    /// Adds elastic memory. Returns its first address.
+    pub(crate) fn add(&self, memory: Arc<ElasticMemory>) -> DevicePtr {
         let ptr = memory.ptr();
-        self.with(|all| all.insert(ptr.0, Arc::new(memory)));
-        Ok(ptr)
+        self.with(|all| all.insert(ptr.0, memory));
+        ptr
     }
 
     /// The elastic memory that begins at an address.

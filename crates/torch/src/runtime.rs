@@ -398,16 +398,26 @@ impl Runtime {
         self.tags.wake(tags)
     }
 
-    /// Reserves elastic memory.
+    /// Reserves elastic memory, of this tag, or else of the tag that the calling thread is in.
     pub fn reserve_elastic(
         &self,
         device: i32,
         stream: ForeignStream,
         layout: ElasticLayout,
-        label: Option<&str>,
+        tag: Option<&str>,
     ) -> Result<DevicePtr> {
-        let stream = Stream::external(&self.device(device)?, stream)?;
-        self.elastic.reserve(&self.allocator, layout, &stream, label)
+        let device = self.device(device)?;
+        let stream = Stream::external(&device, stream)?;
+        let of_thread = self.tags.current(device.id());
+        let memory = match tag.or(of_thread.as_deref()) {
+            None => Arc::new(ElasticMemory::new(&self.allocator, layout, &stream)?),
+            Some(tag) => {
+                // Without elastic memory there is nothing to tag.
+                self.allocator.elastic()?;
+                self.tags.tag(&self.allocator, self.pinned.allocator(), &device, tag)?.elastic(layout, &stream)?
+            }
+        };
+        Ok(self.elastic.add(memory))
     }
 
     /// The elastic memory that begins at an address.

@@ -6,7 +6,7 @@ use std::thread::ThreadId;
 
 use warpool::memory::pools::{PoolOptions, PrivatePools};
 use warpool::memory::report::Snapshot;
-use warpool::memory::sleep::{Keep, SleepReport, TagInfo, TagScope};
+use warpool::memory::sleep::{Keep, SleepReport, Tag, TagInfo, TagScope};
 use warpool::memory::{DeviceAllocator, HostAllocator, MemPoolId, Tags};
 use warpool::{Device, Error as WarpoolError};
 use warpool_driver::DeviceId;
@@ -52,6 +52,20 @@ impl ProcessTags {
         Ok(self.tags.get_or_init(|| tags))
     }
 
+    /// The tag with that name.
+    pub(crate) fn tag(
+        &self,
+        allocator: &Arc<dyn DeviceAllocator>,
+        host: &HostAllocator,
+        device: &Device,
+        name: &str,
+    ) -> Result<Tag> {
+        if name.is_empty() || name.len() > NAME_BYTES_MAX {
+            return Err(Error::TagName { length: name.len() });
+        }
+        Ok(self.get(allocator, host)?.tag(device, name)?)
+    }
+
     /// Opens a scope for the calling thread.
     pub(crate) fn begin(
         &self,
@@ -60,10 +74,7 @@ impl ProcessTags {
         device: &Device,
         tag: &str,
     ) -> Result<u64> {
-        if tag.is_empty() || tag.len() > NAME_BYTES_MAX {
-            return Err(Error::TagName { length: tag.len() });
-        }
-        let scope = self.get(allocator, host)?.tag(device, tag)?.enter()?;
+        let scope = self.tag(allocator, host, device, tag)?.enter()?;
         let mut scopes = self.scopes.lock().unwrap_or_else(PoisonError::into_inner);
         scopes.next += 1;
         let number = scopes.next;

@@ -183,6 +183,8 @@ fn suballocation_reports_have_no_effect_on_contents(context: &TestContext) -> Ch
         let want: Vec<u32> = (round..n + round).collect();
         expect_slice_eq("the result of the user's work", &context.read_words(ptr, n as usize)?, &want)?;
         context.driver.suballocation_freed(ptr, 4096);
+        context.driver.suballocated_in_place(ptr, 4096, stream);
+        context.driver.suballocation_freed(ptr, 4096);
     }
     Ok(())
 }

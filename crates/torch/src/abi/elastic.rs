@@ -17,11 +17,12 @@ pub const WARPOOL_OUT_OF_MEMORY: c_int = 2;
 
 /// Reserves addresses for elastic memory, without memory, and writes the first one to `ptr`. A block has `block_bytes`
 /// bytes in each of `rows` rows: block `b` is at `(r * blocks + b) * block_bytes` of row `r`, as in a tensor of which
-/// one dimension counts the blocks. `stream` is a `cudaStream_t` that exists until `warpool_elastic_release`. `label`
-/// names the memory in reports of the simulated GPU; NULL is no name. Only with `backend:paged`.
+/// one dimension counts the blocks. `stream` is a `cudaStream_t` that exists until `warpool_elastic_release`. It sleeps
+/// and wakes with the other memory of `tag`; with NULL, of the tag whose scope the thread is in, if any. Only with
+/// `backend:paged`.
 ///
 /// # Safety
-/// `stream` is NULL or a stream of the driver, and stays alive as long as the memory. `label` is NULL or a
+/// `stream` is NULL or a stream of the driver, and stays alive as long as the memory. `tag` is NULL or a
 /// null-terminated string. `ptr` is NULL, which is an error, or writable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warpool_elastic_reserve(
@@ -30,7 +31,7 @@ pub unsafe extern "C" fn warpool_elastic_reserve(
     rows: u64,
     blocks: u64,
     block_bytes: u64,
-    label: *const c_char,
+    tag: *const c_char,
     ptr: *mut *mut c_void,
 ) -> c_int {
     boundary::status(|| {
@@ -38,11 +39,11 @@ pub unsafe extern "C" fn warpool_elastic_reserve(
             return Err(Error::Null { argument: "ptr" });
         }
         // SAFETY: null, or a null-terminated string by this function's contract.
-        let label = if label.is_null() { None } else { Some(unsafe { boundary::text(label, "label") }?) };
+        let tag = if tag.is_null() { None } else { Some(unsafe { boundary::text(tag, "tag") }?) };
         // SAFETY: a live stream by this function's contract.
         let stream = unsafe { foreign_stream(stream) };
         let layout = ElasticLayout { rows, blocks, block_bytes };
-        let reserved = runtime::get()?.reserve_elastic(device, stream, layout, label)?;
+        let reserved = runtime::get()?.reserve_elastic(device, stream, layout, tag)?;
         // SAFETY: not null, and writable by this function's contract.
         unsafe { boundary::write_output(ptr, "ptr", c_pointer(reserved)) }
     })

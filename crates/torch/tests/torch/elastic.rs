@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use warpool::memory::Settings;
 use warpool::memory::elastic::ElasticLayout;
+use warpool::memory::sleep::Keep;
 use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::{DevicePtr, ForeignStream};
 use warpool_torch::{Error, Runtime};
@@ -37,11 +38,29 @@ fn it_is_found_by_its_address_until_it_is_released() {
 }
 
 #[test]
+fn it_sleeps_and_wakes_with_its_tag() {
+    let runtime = runtime("backend:paged");
+    let ptr = runtime.reserve_elastic(0, ForeignStream::NULL, LAYOUT, Some("kv")).unwrap();
+    let stream = runtime.instance().device(0).unwrap().default_stream().unwrap();
+    runtime.elastic(ptr).unwrap().commit(0..4, &stream).unwrap();
+    assert_eq!(runtime.prepare_sleep(Some(&["kv"])).unwrap(), 64 << 20);
+    assert_eq!(runtime.sleep(None, Keep::Host).unwrap().bytes_copied, 64 << 20);
+    assert_eq!((runtime.tags()[0].bytes, runtime.page_stats(0).unwrap().reserved_bytes), (64 << 20, 0));
+    let refused = runtime.reserve_elastic(0, ForeignStream::NULL, LAYOUT, Some("kv")).unwrap_err();
+    assert!(refused.to_string().contains("wake the tag"), "{refused}");
+    runtime.wake(Some(&["kv"])).unwrap();
+    assert_eq!(runtime.elastic(ptr).unwrap().committed(), 4);
+    runtime.release_elastic(ptr).unwrap();
+}
+
+#[test]
 fn other_backends_name_the_one_that_has_it() {
     for settings in ["", "backend:expandable"] {
         let runtime = runtime(settings);
-        let error = runtime.reserve_elastic(0, ForeignStream::NULL, LAYOUT, None).unwrap_err();
-        assert!(error.to_string().contains("backend:paged"), "{error}");
+        for tag in [None, Some("kv")] {
+            let error = runtime.reserve_elastic(0, ForeignStream::NULL, LAYOUT, tag).unwrap_err();
+            assert!(error.to_string().contains("backend:paged"), "{error}");
+        }
         assert!(runtime.headroom(0).unwrap_err().to_string().contains("backend:paged"));
     }
 }

@@ -47,12 +47,12 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
-use super::{DeviceAllocator, SharedAllocator};
-use crate::{Device, Instance, Result, Stream};
+use super::{DeviceAllocator, MemPoolId, SharedAllocator};
+use crate::{Device, Error, Instance, Result, Stream, lock};
 
 pub use super::elastic_range::{ElasticLayout, ElasticRange, ElasticRanges};
 
@@ -64,6 +64,8 @@ pub struct ElasticMemory {
     allocator: Arc<dyn DeviceAllocator>,
     range: ElasticRange,
     label: OnceLock<Box<str>>,
+    /// The tag that it sleeps with.
+    asleep: Mutex<Option<Arc<str>>>,
 }
 
 impl ElasticMemory {
@@ -74,7 +76,7 @@ impl ElasticMemory {
         let allocator = allocator.to_dyn();
         allocator.instance().expect_same(stream.instance(), "the stream")?;
         let range = allocator.elastic()?.reserve(stream.device_id(), stream.id(), layout)?;
-        Ok(Self { allocator, range, label: OnceLock::new() })
+        Ok(Self { allocator, range, label: OnceLock::new(), asleep: Mutex::default() })
     }
 
     /// Gives it a name, for hazard reports of the simulated GPU. Only the first name is used.
@@ -100,16 +102,67 @@ impl ElasticMemory {
     /// Gives memory to those of these blocks that have none, for work that is queued in `stream` from now on.
     pub fn commit(&self, blocks: Range<u64>, stream: &Stream) -> Result<()> {
         self.instance().expect_same(stream.instance(), "the stream")?;
-        self.elastic().commit(&self.range, stream.id(), blocks)?;
-        self.report_label();
-        Ok(())
+        self.expect_awake()?;
+        self.change_asleep(blocks, stream, true)
     }
 
     /// Takes the memory of those of these blocks that have some, once the work that `stream` holds now is done. Work in
     /// other streams that uses them must be ordered before that.
     pub fn decommit(&self, blocks: Range<u64>, stream: &Stream) -> Result<()> {
         self.instance().expect_same(stream.instance(), "the stream")?;
-        self.elastic().decommit(&self.range, stream.id(), blocks)
+        self.expect_awake()?;
+        self.change_asleep(blocks, stream, false)
+    }
+
+    /// Commits blocks or decommits them, although it may sleep.
+    pub(super) fn change_asleep(&self, blocks: Range<u64>, stream: &Stream, commit: bool) -> Result<()> {
+        if !commit {
+            return self.elastic().decommit(&self.range, stream.id(), blocks);
+        }
+        self.elastic().commit(&self.range, stream.id(), blocks)?;
+        self.report_label();
+        Ok(())
+    }
+
+    fn expect_awake(&self) -> Result<()> {
+        match &*lock(&self.asleep) {
+            Some(tag) => Err(Error::TagAsleep { tag: tag.to_string() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Sets the tag that it sleeps with; `None` is awake.
+    pub(super) fn set_asleep(&self, tag: Option<&Arc<str>>) {
+        let before = std::mem::replace(&mut *lock(&self.asleep), tag.map(Arc::clone));
+        match (before, tag) {
+            (None, Some(tag)) => self.instance().add_asleep(self.ptr().0, self.bytes(), tag),
+            (Some(_), None) => self.instance().remove_asleep(self.ptr().0),
+            _ => {}
+        }
+    }
+
+    /// Returns the pages of decommitted blocks to the driver. Returns how many bytes.
+    pub(super) fn vacate(&self) -> Result<u64> {
+        self.elastic().vacate(&self.range)
+    }
+
+    /// Returns cached memory of the allocator to the driver.
+    pub(super) fn trim(&self) {
+        if let Err(error) = self.allocator.trim(self.range.device, MemPoolId::DEFAULT) {
+            tracing::warn!(%error, "cached memory could not be returned");
+        }
+    }
+
+    /// The blocks that are committed, in runs.
+    #[must_use]
+    pub fn committed_blocks(&self) -> Vec<Range<u64>> {
+        self.elastic().committed_blocks(&self.range)
+    }
+
+    /// Address and size of some blocks in every row.
+    pub(super) fn pieces(&self, blocks: &Range<u64>) -> impl Iterator<Item = (u64, u64)> + use<> {
+        let (start, pieces) = (self.ptr().0, self.layout().pieces(blocks));
+        pieces.map(move |piece| (start + piece.start, piece.end - piece.start))
     }
 
     /// Records that work in `stream` uses its memory without being ordered by commits and decommits there. The pages of
@@ -189,6 +242,7 @@ impl ElasticMemory {
 
 impl Drop for ElasticMemory {
     fn drop(&mut self) {
+        self.set_asleep(None);
         self.elastic().release(&self.range);
     }
 }

@@ -30,7 +30,7 @@ impl Buffer {
         Self { block: Some(block), tracked: OnceLock::new() }
     }
 
-    pub(super) fn elastic(memory: ElasticMemory) -> Self {
+    pub(super) fn elastic(memory: Arc<ElasticMemory>) -> Self {
         Self { block: None, tracked: OnceLock::from(Tracked::elastic_memory(memory)) }
     }
 

@@ -4,6 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Bound, Range, RangeBounds};
 use std::panic::Location;
+use std::sync::Arc;
 
 use bytemuck::Pod;
 use warpool_driver::DevicePtr;
@@ -15,6 +16,7 @@ use super::view::{Part, View, ViewMut};
 use crate::error::BufferError;
 use crate::memory::SharedAllocator;
 use crate::memory::elastic::{ElasticLayout, ElasticMemory};
+use crate::memory::sleep::Tag;
 use crate::{Device, Error, Result, Stream};
 
 /// Blocks of elements at fixed addresses: those that are committed have memory. See
@@ -28,6 +30,7 @@ use crate::{Device, Error, Result, Stream};
 /// # use warpool::driver::sim::{SimConfig, SimDriver};
 /// # use warpool::prelude::*;
 /// use warpool::ElasticVec;
+/// use warpool::memory::PagedAllocator;
 ///
 /// # fn main() -> warpool::Result<()> {
 /// # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
@@ -54,10 +57,13 @@ impl<T: Pod> ElasticVec<T> {
     /// as long as this. [`Error::Unsupported`] unless the allocator is a
     /// [`PagedAllocator`](crate::memory::PagedAllocator).
     pub fn new(allocator: &impl SharedAllocator, blocks: usize, block_len: usize, stream: &Stream) -> Result<Self> {
-        let too_large = || Error::RequestTooLarge { bytes: u64::MAX };
-        byte_count::<T>(blocks.checked_mul(block_len).ok_or_else(too_large)?)?;
-        let layout = ElasticLayout { rows: 1, blocks: blocks as u64, block_bytes: byte_count::<T>(block_len)? };
-        let memory = ElasticMemory::new(allocator, layout, stream)?;
+        let memory = ElasticMemory::new(allocator, layout::<T>(blocks, block_len)?, stream)?;
+        Ok(Self { buffer: Buffer::elastic(Arc::new(memory)), block_len, elements: PhantomData })
+    }
+
+    /// The same, as memory that sleeps and wakes with a tag.
+    pub fn tagged(tag: &Tag, blocks: usize, block_len: usize, stream: &Stream) -> Result<Self> {
+        let memory = tag.elastic(layout::<T>(blocks, block_len)?, stream)?;
         Ok(Self { buffer: Buffer::elastic(memory), block_len, elements: PhantomData })
     }
 
@@ -215,6 +221,12 @@ impl<T: Pod> ElasticVec<T> {
         }
         Ok(start..end)
     }
+}
+
+fn layout<T: Pod>(blocks: usize, block_len: usize) -> Result<ElasticLayout> {
+    let too_large = || Error::RequestTooLarge { bytes: u64::MAX };
+    byte_count::<T>(blocks.checked_mul(block_len).ok_or_else(too_large)?)?;
+    Ok(ElasticLayout { rows: 1, blocks: blocks as u64, block_bytes: byte_count::<T>(block_len)? })
 }
 
 impl<T: Pod> fmt::Debug for ElasticVec<T> {

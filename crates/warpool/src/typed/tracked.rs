@@ -39,7 +39,7 @@ pub(super) struct Tracked {
 pub(super) enum Block {
     Device(DeviceBlock),
     /// Addresses of device memory, of which parts have memory.
-    Elastic(ElasticMemory),
+    Elastic(Arc<ElasticMemory>),
     /// With the instance, because an empty block does not know its own.
     Pinned(HostBlock, Instance),
 }
@@ -52,7 +52,7 @@ impl Tracked {
     }
 
     /// Elastic memory. It is shared from the start, so that every use is recorded.
-    pub(super) fn elastic_memory(memory: ElasticMemory) -> Arc<Self> {
+    pub(super) fn elastic_memory(memory: Arc<ElasticMemory>) -> Arc<Self> {
         let uses = Uses::allocated_for(memory.device_id(), memory.stream_id(), memory.bytes());
         Self::new(Block::Elastic(memory), uses, true)
     }

@@ -43,6 +43,11 @@ impl ElasticBlocks {
         self.committed[(block / 64) as usize] >> (block % 64) & 1 == 1
     }
 
+    /// The committed blocks, in runs.
+    pub(crate) fn committed(&self) -> Vec<Range<u64>> {
+        self.runs(0..self.layout.blocks, true)
+    }
+
     /// Commits those of the blocks that are not committed.
     pub(crate) fn commit(&mut self, blocks: Range<u64>) -> ElasticChange {
         self.change(blocks, true)
@@ -106,13 +111,6 @@ impl ElasticBlocks {
                 changed.push(u32::try_from(slot).expect("fewer than 2^32 slots"));
             }
         }
-    }
-
-    /// The bytes of blocks in every row, as offsets.
-    pub(crate) fn pieces(&self, blocks: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
-        let ElasticLayout { rows, blocks: per_row, block_bytes } = self.layout;
-        let Range { start, end } = *blocks;
-        (0..rows).map(move |row| (row * per_row + start) * block_bytes..(row * per_row + end) * block_bytes)
     }
 }
 

@@ -51,6 +51,13 @@ impl ElasticLayout {
         (self.rows == 1 || self.blocks.is_multiple_of(blocks)).then_some(blocks)
     }
 
+    /// The bytes of some blocks in every row, as offsets.
+    pub(crate) fn pieces(&self, blocks: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+        let Self { rows, blocks: per_row, block_bytes } = *self;
+        let Range { start, end } = *blocks;
+        (0..rows).map(move |row| (row * per_row + start) * block_bytes..(row * per_row + end) * block_bytes)
+    }
+
     /// Fails unless it has blocks, of some bytes, in less than the address space.
     pub(crate) fn check(&self) -> Result<()> {
         let bytes = self.rows.checked_mul(self.blocks).and_then(|blocks| blocks.checked_mul(self.block_bytes));
@@ -108,8 +115,15 @@ pub trait ElasticRanges: Send + Sync {
     /// How many blocks are committed; 0 if the range was released.
     fn committed(&self, range: &ElasticRange) -> u64;
 
+    /// The blocks that are committed, in runs.
+    fn committed_blocks(&self, range: &ElasticRange) -> Vec<Range<u64>>;
+
     /// Whether all of these blocks are committed.
     fn is_committed(&self, range: &ElasticRange, blocks: Range<u64>) -> bool;
+
+    /// Returns the pages of decommitted blocks to the driver, once the work that used them is done: it waits for that.
+    /// Returns how many bytes.
+    fn vacate(&self, range: &ElasticRange) -> Result<u64>;
 
     /// Returns the memory and the addresses. Makes no driver call. A second call does nothing.
     fn release(&self, range: &ElasticRange);

@@ -182,7 +182,7 @@ impl PagedDevice {
             let (start, end) = (elastic.addr(slots.start), elastic.addr(slots.end));
             self.driver().suballocation_freed(DevicePtr(start), end - start);
         }
-        for piece in change.blocks.iter().flat_map(|blocks| elastic.blocks.pieces(blocks)) {
+        for piece in change.blocks.iter().flat_map(|blocks| elastic.range.layout.pieces(blocks)) {
             let ptr = elastic.range.ptr.offset(piece.start);
             self.driver().suballocated_in_place(ptr, piece.end - piece.start, stream);
         }
@@ -192,7 +192,7 @@ impl PagedDevice {
         if !self.shared().tracks_suballocations {
             return;
         }
-        for piece in change.blocks.iter().flat_map(|blocks| elastic.blocks.pieces(blocks)) {
+        for piece in change.blocks.iter().flat_map(|blocks| elastic.range.layout.pieces(blocks)) {
             self.driver().suballocation_freed(elastic.range.ptr.offset(piece.start), piece.end - piece.start);
         }
     }
@@ -280,6 +280,19 @@ impl ElasticRanges for PagedAllocator {
     fn committed(&self, range: &ElasticRange) -> u64 {
         let elastic = self.device(range.device).and_then(|device| device.elastic_of(range));
         elastic.map_or(0, |elastic| lock(&elastic).blocks.count())
+    }
+
+    fn committed_blocks(&self, range: &ElasticRange) -> Vec<Range<u64>> {
+        let elastic = self.device(range.device).and_then(|device| device.elastic_of(range));
+        elastic.map_or_else(|_| Vec::new(), |elastic| lock(&elastic).blocks.committed())
+    }
+
+    fn vacate(&self, range: &ElasticRange) -> Result<u64> {
+        let device = self.device(range.device)?;
+        device.elastic_of(range)?;
+        let released = reclaim::release_all(device, range.pool, 0, &device.timed_details(StackLevel::All));
+        device.report();
+        released
     }
 
     fn is_committed(&self, range: &ElasticRange, mut blocks: Range<u64>) -> bool {

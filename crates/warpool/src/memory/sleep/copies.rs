@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use warpool_driver::{Address, DevicePtr, Driver, HostPtr, Pattern};
+use warpool_driver::{Address, DevicePtr, Driver, HostPtr, Pattern, StreamId};
 
 use crate::memory::{HostAllocator, HostBlock};
 use crate::{Device, Error, Result, StreamLease};
@@ -72,6 +72,11 @@ impl<'a> Copies<'a> {
         let stream = &self.streams[self.next % STREAMS];
         self.next += 1;
         Ok(self.driver().fill(DevicePtr(ptr), Pattern::U32(0), bytes / 4, stream.id())?)
+    }
+
+    /// The streams in which they run.
+    pub(super) fn streams(&self) -> Vec<StreamId> {
+        self.streams.iter().map(|stream| stream.id()).collect()
     }
 
     /// Waits for all copies.

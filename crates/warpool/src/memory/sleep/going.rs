@@ -8,6 +8,7 @@ use warpool_driver::DeviceId;
 
 use super::changing::{Changing, ChangingPool};
 use super::copies::{Copies, Packer, SaveError, SavedRange};
+use super::elastic::TagElastic;
 use super::report::{Keep, SleepReport};
 use super::segments::{Contents, Phase, Segment};
 use super::shared::{Shared, TagPool};
@@ -47,19 +48,19 @@ pub(super) fn sleep(shared: &Shared, pools: &[Arc<TagPool>], keep: Keep) -> Resu
 }
 
 /// Pins host memory for the contents of pools that are awake, and leaves it to the cache.
-pub(super) fn prepare(shared: &Shared, pools: &[Arc<TagPool>]) -> Result<u64> {
+pub(super) fn prepare(shared: &Shared, pools: &[Arc<TagPool>], elastic: &[Arc<TagElastic>]) -> Result<u64> {
     let awake: Vec<&TagPool> =
         pools.iter().map(|pool| &**pool).filter(|pool| matches!(pool.segments.phase(), Phase::Awake)).collect();
-    let mut bytes = Vec::new();
+    let mut bytes: Vec<(&Device, u64)> = elastic.iter().map(|of| (of.device(), of.bytes_to_save())).collect();
     for pool in &awake {
-        bytes.push(Plan::of(shared, pool)?.bytes_live());
+        bytes.push((&pool.segments.device, Plan::of(shared, pool)?.bytes_live()));
     }
-    let bytes_needed = bytes.iter().sum();
+    let bytes_needed = bytes.iter().map(|&(_, bytes)| bytes).sum();
     // All pieces are held at once, as the contents will be.
     let (mut pinned, mut bytes_found) = (Vec::new(), 0);
-    for (pool, bytes) in awake.iter().zip(bytes) {
+    for (device, bytes) in bytes {
         let mut packer = Packer::new(&shared.host, bytes);
-        let outcome = packer.allocate_all(&pool.segments.device);
+        let outcome = packer.allocate_all(device);
         bytes_found += packer.bytes_allocated();
         pinned.push(packer);
         if let Err(error) = outcome {

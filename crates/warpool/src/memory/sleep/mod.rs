@@ -34,6 +34,9 @@
 //! memory (`going.rs`). Waking creates physical memory, maps it at the same addresses, and copies the contents back
 //! (`waking.rs`). Addresses never change, so captured graphs work again.
 //!
+//! [Elastic memory](crate::memory::elastic) of a tag ([`Tag::elastic`]) has pages of the common stock instead: asleep,
+//! its committed blocks have none (`elastic.rs`).
+//!
 //! The allocator's state does not change: blocks of a sleeping tag can be freed, and segments without blocks return to
 //! the driver. It serves no request from a sleeping pool, and does not count sleeping memory as reserved
 //! ([`PoolSleep`](super::PoolSleep)).
@@ -42,6 +45,7 @@
 
 mod changing;
 mod copies;
+mod elastic;
 mod going;
 mod report;
 mod segments;

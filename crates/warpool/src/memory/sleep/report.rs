@@ -53,7 +53,7 @@ pub struct TagInfo {
     pub state: TagState,
     /// How many segments it has.
     pub segments: u64,
-    /// Bytes of their addresses.
+    /// Bytes of their addresses, and of the committed blocks of elastic memory.
     pub bytes: u64,
     /// Bytes of physical device memory. 0 while it is asleep, unless the driver failed to release some: later calls
     /// retry that.

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use warpool_driver::DeviceId;
 
+use super::elastic::TagElastic;
 use super::segments::TagSegments;
 use crate::lock;
 use crate::memory::{Annotation, DeviceAllocator, HostAllocator, MemPool, MemPoolId, PoolSleep};
@@ -29,9 +30,25 @@ pub(super) struct TagPools {
     pub(super) own: Arc<TagPool>,
     /// Pools of other owners whose memory carries the tag.
     pub(super) others: Vec<Arc<TagPool>>,
+    /// Elastic memory that carries the tag.
+    elastic: Vec<Arc<TagElastic>>,
 }
 
 impl TagPools {
+    pub(super) fn new(pool: MemPool, own: Arc<TagPool>) -> Self {
+        Self { pool, own, others: Vec::new(), elastic: Vec::new() }
+    }
+
+    pub(super) fn add_elastic(&mut self, elastic: TagElastic) {
+        self.elastic.push(Arc::new(elastic));
+    }
+
+    /// The elastic memory that still exists.
+    pub(super) fn elastic(&mut self) -> Vec<Arc<TagElastic>> {
+        self.elastic.retain(|elastic| elastic.exists());
+        self.elastic.clone()
+    }
+
     /// All of them that still exist.
     pub(super) fn all(&mut self) -> Vec<Arc<TagPool>> {
         // A pool keeps its upstream alive, and so does every segment.

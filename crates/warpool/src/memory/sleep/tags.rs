@@ -5,15 +5,17 @@ use std::sync::Arc;
 
 use warpool_driver::DeviceId;
 
+use super::elastic::{self, TagElastic};
 use super::report::{Keep, SleepReport, TagInfo, TagState};
 use super::segments::{Phase, Sleeping, TagSegments};
 use super::shared::{Shared, TagPool, TagPools};
 use super::{going, waking};
 use crate::error::SleepCall;
+use crate::memory::elastic::{ElasticLayout, ElasticMemory};
 use crate::memory::{
     HostAllocator, MemPool, MemPoolId, PoolOptions, Route, ScopeId, SharedAllocator, Snapshot, Upstream,
 };
-use crate::{Device, Error, Result, lock};
+use crate::{Device, Error, Result, Stream, lock};
 
 /// The tags of an allocator, and their memory. Cheap to clone; clones share the same tags.
 ///
@@ -59,7 +61,7 @@ impl Tags {
                 let pool = MemPool::new(&shared.allocator, device, options)?;
                 segments.set_owner(&shared.allocator, pool.id());
                 let own = Arc::new(TagPool { id: pool.id(), segments });
-                by_name.insert(key.clone(), TagPools { pool: pool.clone(), own, others: Vec::new() });
+                by_name.insert(key.clone(), TagPools::new(pool.clone(), own));
                 pool
             }
         };
@@ -106,8 +108,12 @@ impl Tags {
     /// on the host. [`Error::Sleep`] tells what was missing, and in which state the tags are.
     pub fn sleep(&self, tags: &[&str], keep: Keep) -> Result<SleepReport> {
         let _one = lock(&self.0.changing);
-        let pools = self.select(tags, SleepCall::Sleep)?;
-        going::sleep(&self.0, &pools, keep)
+        let (pools, elastic) = self.select(tags, SleepCall::Sleep)?;
+        let leaving = elastic::save(&self.0.host, &elastic, keep)?;
+        let mut report = going::sleep(&self.0, &pools, keep)?;
+        elastic::fall_asleep(leaving, &elastic, keep, &mut report);
+        self.0.reuse_pinned();
+        Ok(report)
     }
 
     /// Wakes the memory of tags, on all devices, all of it or none: at the same addresses, with the contents, or zeroed
@@ -115,8 +121,15 @@ impl Tags {
     /// are. [`Error::Sleep`] tells what was missing; the tags stay asleep then.
     pub fn wake(&self, tags: &[&str]) -> Result<SleepReport> {
         let _one = lock(&self.0.changing);
-        let pools = self.select(tags, SleepCall::Wake)?;
-        waking::wake(&self.0, &pools)
+        let (pools, elastic) = self.select(tags, SleepCall::Wake)?;
+        let mut brought = SleepReport::default();
+        let waking = elastic::bring_back(&elastic, &mut brought)?;
+        let mut report = waking::wake(&self.0, &pools)?;
+        elastic::awake(waking);
+        self.0.reuse_pinned();
+        report.bytes_device += brought.bytes_device;
+        report.bytes_copied += brought.bytes_copied;
+        Ok(report)
     }
 
     /// Pins the host memory that [`sleep`](Self::sleep) with [`Keep::Host`] needs for the current memory of the tags,
@@ -129,12 +142,12 @@ impl Tags {
     /// the cache.
     pub fn prepare(&self, tags: &[&str]) -> Result<u64> {
         let _one = lock(&self.0.changing);
-        let pools = self.select(tags, SleepCall::Sleep)?;
-        going::prepare(&self.0, &pools)
+        let (pools, elastic) = self.select(tags, SleepCall::Sleep)?;
+        going::prepare(&self.0, &pools, &elastic)
     }
 
-    /// The pools of tags, each once.
-    fn select(&self, tags: &[&str], call: SleepCall) -> Result<Vec<Arc<TagPool>>> {
+    /// The pools of tags, each once, and their elastic memory.
+    fn select(&self, tags: &[&str], call: SleepCall) -> Result<Selected> {
         let instance = self.0.allocator.instance();
         instance.expect_own_process("sleep or wake")?;
         if instance.has_captures() || self.0.pool_sleep().has_captures() {
@@ -144,14 +157,18 @@ impl Tags {
             return Err(Error::UnknownTag { tag: (*unknown).to_owned(), known: self.names() });
         }
         let mut by_name = lock(&self.0.by_name);
-        let pools = by_name.iter_mut().filter(|((name, _), _)| tags.contains(&name.as_str()));
-        Ok(pools.flat_map(|(_, pools)| pools.all()).collect())
+        let (mut pools, mut elastic) = (Vec::new(), Vec::new());
+        for (_, of_tag) in by_name.iter_mut().filter(|((name, _), _)| tags.contains(&name.as_str())) {
+            pools.extend(of_tag.all());
+            elastic.extend(of_tag.elastic());
+        }
+        Ok((pools, elastic))
     }
 
     /// Every tag on every device.
     #[must_use]
     pub fn info(&self) -> Vec<TagInfo> {
-        lock(&self.0.by_name).values_mut().map(|pools| info(&pools.all())).collect()
+        lock(&self.0.by_name).values_mut().map(info).collect()
     }
 
     /// Lets kernels on `device` access the memory of tags on `owner`, present and future, once the device has [peer
@@ -169,8 +186,12 @@ impl Tags {
     }
 }
 
-/// Describes a tag on one device, given its pools; there is at least its own.
-fn info(pools: &[Arc<TagPool>]) -> TagInfo {
+/// The pools of tags, and their elastic memory.
+type Selected = (Vec<Arc<TagPool>>, Vec<Arc<TagElastic>>);
+
+/// Describes a tag on one device.
+fn info(of_tag: &mut TagPools) -> TagInfo {
+    let (pools, elastic) = (of_tag.all(), of_tag.elastic());
     let own = &pools[0];
     let state = match own.segments.phase() {
         Phase::Awake | Phase::Changing => TagState::Awake,
@@ -189,6 +210,12 @@ fn info(pools: &[Arc<TagPool>]) -> TagInfo {
         if let Phase::Asleep(Sleeping { saved, .. }) = pool.segments.phase() {
             info.bytes_host += saved.iter().map(|block| block.bytes()).sum::<u64>();
         }
+    }
+    for elastic in elastic {
+        let [bytes, bytes_device, bytes_host] = elastic.bytes();
+        info.bytes += bytes;
+        info.bytes_device += bytes_device;
+        info.bytes_host += bytes_host;
     }
     info
 }
@@ -227,7 +254,28 @@ impl Tag {
     #[must_use]
     pub fn info(&self) -> TagInfo {
         let mut by_name = lock(&self.shared.by_name);
-        info(&by_name.get_mut(&self.key).expect("tags are not removed").all())
+        info(by_name.get_mut(&self.key).expect("tags are not removed"))
+    }
+
+    /// Elastic memory that carries the tag: asleep, its committed blocks have no memory. [`Error::TagAsleep`] if the
+    /// tag is asleep.
+    pub fn elastic(&self, layout: ElasticLayout, stream: &Stream) -> Result<Arc<ElasticMemory>> {
+        let shared = &self.shared;
+        // Keeps other calls from changing the tag's state.
+        let _one = lock(&shared.changing);
+        if self.info().state != TagState::Awake {
+            return Err(Error::TagAsleep { tag: self.name().to_owned() });
+        }
+        let memory = Arc::new(ElasticMemory::new(&shared.allocator, layout, stream)?.with_label(self.name()));
+        let device = Device::from_id(shared.allocator.instance(), self.pool.device_id());
+        if memory.device_id() != device.id() {
+            let (owner, device) = (memory.device_id(), device.id());
+            return Err(Error::StreamDevice { device, stream: stream.id(), owner });
+        }
+        if let Some(of_tag) = lock(&shared.by_name).get_mut(&self.key) {
+            of_tag.add_elastic(TagElastic::new(self.name().into(), &device, &memory));
+        }
+        Ok(memory)
     }
 
     /// Until the scope is dropped, requests of the calling thread on the tag's device carry the tag. Scopes may be

@@ -1,25 +1,32 @@
 //! Every driver call of sleeping and of waking fails once, with each of several codes, and kinds of calls fail
 //! permanently. Afterwards all tags are in one state, nothing is lost or leaked, and the next call succeeds.
 
+use std::sync::Arc;
+
 use warpool_driver::decorate::FaultPlan;
-use warpool_driver::{Call, DeviceId, ErrorCode};
+use warpool_driver::{Call, DeviceId, DevicePtr, ErrorCode};
 use warpool_testing::in_parallel;
 
 use super::machine::{Kind, MIB, Machine};
 use crate::error::{SleepCall, SleepFailure};
 use crate::memory::Allocation;
+use crate::memory::elastic::{ElasticLayout, ElasticMemory};
 use crate::memory::sleep::Keep;
 use crate::{Error, Result};
 
 const TAGS: [&str; 3] = ["weights", "kv", "graphs"];
 /// Expandable segments make no difference to tags: random programs have them.
 const KINDS: [Kind; 2] = [Kind::Caching, Kind::Paged];
+/// What the elastic memory contains.
+const ELASTIC: u32 = 100;
 const CODES: [ErrorCode; 2] = [ErrorCode::OutOfMemory, ErrorCode::Unknown(999)];
 
 /// Tags with blocks whose contents are their numbers, counted from 1, and the memory that was free before.
 struct Scene {
     machine: Machine,
     blocks: Vec<Allocation>,
+    /// Elastic memory of a tag, with pages.
+    elastic: Option<Arc<ElasticMemory>>,
     free_awake: u64,
 }
 
@@ -32,13 +39,20 @@ impl Scene {
             blocks.push(block);
             machine.write(&block, blocks.len() as u32, tag);
         }
+        let elastic = (kind == Kind::Paged).then(|| {
+            let layout = ElasticLayout { rows: 2, blocks: 10, block_bytes: 2 * MIB };
+            let memory = machine.tag("kv").elastic(layout, &machine.streams[1]).unwrap();
+            memory.commit(3..7, &machine.streams[1]).unwrap();
+            memory.pieces(&(3..7)).for_each(|(ptr, bytes)| machine.write_at(DevicePtr(ptr), bytes, ELASTIC, 1));
+            memory
+        });
         // Free segments, which are returned when their tag is put to sleep, and a cached block without a tag.
         let spare = [machine.allocate("kv", 13 * MIB, 0).unwrap(), machine.untagged(11 * MIB, 0).unwrap()];
         spare.into_iter().for_each(|block| machine.allocator.free(block).unwrap());
         machine.sleep(&TAGS, Keep::Host).unwrap();
         machine.wake(&TAGS).unwrap();
         let free_awake = machine.free();
-        Self { machine, blocks, free_awake }
+        Self { machine, blocks, elastic, free_awake }
     }
 
     fn is_asleep(&self) -> bool {
@@ -52,6 +66,11 @@ impl Scene {
         for (number, block) in (1..).zip(&self.blocks) {
             self.machine.expect(block, if keep == Keep::Host { number } else { 0 }, 0);
         }
+        if let Some(memory) = &self.elastic {
+            assert_eq!(memory.committed_blocks(), vec![3..7; 1]);
+            let value = if keep == Keep::Host { ELASTIC } else { 0 };
+            memory.pieces(&(3..7)).for_each(|(ptr, bytes)| self.machine.expect_at(DevicePtr(ptr), bytes, value, 0));
+        }
         assert_eq!(self.machine.defect(), None);
     }
 
@@ -64,7 +83,8 @@ impl Scene {
         (outcome, self.machine.faulty.injected().len() > before)
     }
 
-    fn finish(self) {
+    fn finish(mut self) {
+        self.elastic = None;
         for &block in &self.blocks {
             self.machine.allocator.free(block).unwrap();
         }
@@ -136,7 +156,9 @@ fn wake_with(kind: Kind, keep: Keep, plan: FaultPlan) -> bool {
 #[test]
 fn memory_that_a_failed_wake_left_is_counted_as_asleep_when_it_is_released() {
     for kind in KINDS {
-        let scene = Scene::new(kind);
+        let mut scene = Scene::new(kind);
+        // It would fail before the pools.
+        scene.elastic = None;
         scene.machine.sleep(&TAGS, Keep::Discard).unwrap();
         let stats = || scene.machine.allocator.stats(DeviceId(0)).unwrap();
         let (asleep, reserved) = (stats().asleep_bytes, stats().reserved_bytes.all.current);
@@ -236,6 +258,8 @@ fn no_copy_is_under_way_after_a_sleep_that_could_not_wait_for_it() {
         for (number, plan) in plans.iter().enumerate() {
             for frees in [false, true] {
                 let mut scene = Scene::new(kind);
+                // It would be waited for before the pools.
+                scene.elastic = None;
                 let (outcome, faulted) = scene.call(plan(code), || scene.machine.sleep(&TAGS, Keep::Host));
                 let failure = failure(outcome).expect("a wait failed");
                 assert!(faulted);
@@ -266,6 +290,41 @@ fn no_copy_is_under_way_after_a_sleep_that_could_not_wait_for_it() {
                 scene.finish();
             }
         }
+    }
+}
+
+/// The same of elastic memory: its blocks may be decommitted at once, and their pages serve others.
+#[test]
+fn pages_of_elastic_memory_wait_for_copies_that_could_not_be_waited_for() {
+    let waits = [Call::StreamSynchronize, Call::DeviceSynchronize];
+    for wakes in [false, true] {
+        let scene = Scene::new(Kind::Paged);
+        let plan = FaultPlan::new().fail_fraction(&waits[..1], 1.0, 0, CODES[1]);
+        // Not the wait before the copies.
+        let plan = (2..6).fold(plan, |plan, nth| plan.fail_nth(waits[1], nth, CODES[1]));
+        if wakes {
+            scene.machine.sleep(&TAGS, Keep::Host).unwrap();
+        }
+        let (outcome, faulted) = scene.call(plan, || match wakes {
+            false => scene.machine.sleep(&TAGS, Keep::Host),
+            true => scene.machine.wake(&TAGS),
+        });
+        assert!(faulted && failure(outcome).is_some_and(|failure| failure.is_undone));
+        assert_eq!(scene.is_asleep(), wakes);
+        let memory = scene.elastic.as_ref().unwrap();
+        if !wakes {
+            memory.decommit(0..10, &scene.machine.streams[1]).unwrap();
+        }
+        let other = scene.machine.untagged(100 * MIB, 2).unwrap();
+        scene.machine.write(&other, 9, 2);
+        scene.machine.expect(&other, 9, 2);
+        scene.machine.allocator.free(other).unwrap();
+        if wakes {
+            scene.machine.wake(&TAGS).unwrap();
+            scene.expect_contents(Keep::Host);
+        }
+        assert_eq!(scene.machine.defect(), None);
+        scene.finish();
     }
 }
 

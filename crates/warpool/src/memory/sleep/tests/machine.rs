@@ -154,6 +154,10 @@ impl Machine {
         self.contents.write(block.ptr, block.bytes_requested, value, self.streams[stream].id());
     }
 
+    pub fn write_at(&self, ptr: DevicePtr, bytes: u64, value: u32, stream: usize) {
+        self.contents.write(ptr, bytes, value, self.streams[stream].id());
+    }
+
     /// Queues a check that a block contains a value.
     pub fn expect(&self, block: &Allocation, value: u32, stream: usize) {
         self.expect_at(block.ptr, block.bytes_requested, value, stream);

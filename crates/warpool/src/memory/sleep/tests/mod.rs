@@ -2,11 +2,13 @@
 //! programs are in `crates/soak`.
 //!
 //! - `calls`: the result of each call in every state, step by step.
+//! - `elastic`: elastic memory of a tag.
 //! - `faults`: every driver call of sleeping and waking fails, once and permanently.
 //! - `graphs`: graphs over memory that sleeps.
 //! - `large`: copies of more than one chunk.
 
 mod calls;
+mod elastic;
 mod faults;
 mod graphs;
 mod large;
