@@ -127,7 +127,8 @@ def elastic(
     A block is one index of the dimension `dim`, the longest one by default. `tensor.commit(first, last)` gives blocks
     memory, `tensor.decommit(first, last)` takes it; `tensor.elastic` is the `Elastic` with these and further calls.
     Otherwise it is a plain tensor: its address never changes, so views, pointers and captured graphs stay valid.
-    Using a block without memory is an illegal access, or changes memory of others.
+    Using a block without memory is an illegal access, or changes memory of others. The memory returns with the tensor,
+    after the work of the stream that is current now; order other work before that, or record its stream.
 
     Its memory comes from the same pages as that of all tensors, and returns to them, so that a cache and activations
     share one stock. With a `tag`, or in the scope of one, it sleeps and wakes with the other memory of that

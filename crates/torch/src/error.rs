@@ -60,6 +60,13 @@ pub enum Error {
         ptr: DevicePtr,
     },
 
+    /// A second tensor over elastic memory.
+    #[error("the elastic memory at {ptr} has a tensor already, which owns it; use that one, or a view of it")]
+    ElasticHasTensor {
+        /// The address.
+        ptr: DevicePtr,
+    },
+
     /// A tensor that is not all of its elastic memory.
     #[error("a tensor of shape {shape:?} with elements of {bits} bits is not the elastic memory of {bytes} bytes")]
     ElasticShape {

@@ -425,6 +425,11 @@ impl Runtime {
         self.elastic.at(ptr)
     }
 
+    /// The same, for a tensor that owns it from here on.
+    pub(crate) fn elastic_for_tensor(&self, ptr: DevicePtr) -> Result<Arc<ElasticMemory>> {
+        self.elastic.take_for_tensor(ptr)
+    }
+
     /// A stream on the device of elastic memory.
     pub(crate) fn stream_of(&self, memory: &ElasticMemory, stream: ForeignStream) -> Result<Stream> {
         Ok(Stream::external(&self.instance.device(memory.device_id().0)?, stream)?)
@@ -433,6 +438,11 @@ impl Runtime {
     /// Returns elastic memory and its addresses.
     pub fn release_elastic(&self, ptr: DevicePtr) -> Result<()> {
         self.elastic.release(ptr)
+    }
+
+    /// The same of memory that a tensor owned.
+    pub(crate) fn release_tensor(&self, memory: Arc<ElasticMemory>) -> Result<()> {
+        self.elastic.release_tensor(memory)
     }
 
     /// The bytes that could be committed on a device now.

@@ -257,18 +257,24 @@ pub unsafe extern "C" fn warpool_elastic_tensor(
         let ndim = usize::try_from(ndim).unwrap_or(0);
         // SAFETY: not null, and as many numbers by this function's contract.
         let shape = unsafe { std::slice::from_raw_parts(shape, ndim) }.to_vec();
-        let memory = runtime::get()?.elastic(device_ptr(ptr))?;
-        tensor(memory, (code, bits), shape)
+        let runtime = runtime::get()?;
+        check_shape(&*runtime.elastic(device_ptr(ptr))?, bits, &shape)?;
+        Ok(tensor(runtime.elastic_for_tensor(device_ptr(ptr))?, (code, bits), shape))
     });
     made.map_or(std::ptr::null_mut(), |owner| Box::into_raw(owner).cast())
 }
 
-fn tensor(memory: Arc<ElasticMemory>, (type_code, type_bits): (u8, u8), shape: Vec<i64>) -> Result<Box<DlOwner>> {
+fn check_shape(memory: &ElasticMemory, bits: u8, shape: &[i64]) -> Result<()> {
     let elements = shape.iter().try_fold(1_u64, |product, &len| product.checked_mul(u64::try_from(len).ok()?));
-    let bytes = elements.and_then(|elements| elements.checked_mul(u64::from(type_bits) / 8));
-    if bytes != Some(memory.bytes()) {
-        return Err(Error::ElasticShape { shape, bits: type_bits, bytes: memory.bytes() });
+    let bytes = elements.and_then(|elements| elements.checked_mul(u64::from(bits) / 8));
+    if bytes == Some(memory.bytes()) {
+        Ok(())
+    } else {
+        Err(Error::ElasticShape { shape: shape.to_vec(), bits, bytes: memory.bytes() })
     }
+}
+
+fn tensor(memory: Arc<ElasticMemory>, (type_code, type_bits): (u8, u8), shape: Vec<i64>) -> Box<DlOwner> {
     let tensor = DlTensor {
         data: c_pointer(memory.ptr()),
         device_type: DL_CUDA,
@@ -284,7 +290,7 @@ fn tensor(memory: Arc<ElasticMemory>, (type_code, type_bits): (u8, u8), shape: V
     let managed = DlManagedTensor { tensor, manager: std::ptr::null_mut(), deleter: Some(delete_tensor) };
     let mut owner = Box::new(DlOwner { managed, shape, memory });
     owner.managed.tensor.shape = owner.shape.as_mut_ptr();
-    Ok(owner)
+    owner
 }
 
 /// Frees a tensor of `warpool_elastic_tensor` that nobody has taken, with its memory. NULL is ignored.
@@ -305,13 +311,9 @@ unsafe extern "C" fn delete_tensor(managed: *mut DlManagedTensor) {
     static LOG: FailureLog = FailureLog::new("the deleter of an elastic tensor");
     // SAFETY: it is the first field of the owner, which was given away; by this function's contract only once.
     let owner = unsafe { Box::from_raw(managed.cast::<DlOwner>()) };
-    boundary::run_logged(&LOG, || {
-        let ptr = owner.memory.ptr();
-        drop(owner);
-        match runtime::get() {
-            Ok(runtime) => runtime.release_elastic(ptr),
-            Err(Error::Forked) => Ok(()),
-            Err(error) => Err(error),
-        }
+    boundary::run_logged(&LOG, || match runtime::get() {
+        Ok(runtime) => runtime.release_tensor(owner.memory),
+        Err(Error::Forked) => Ok(()),
+        Err(error) => Err(error),
     });
 }

@@ -287,8 +287,8 @@ pub enum Error {
 
     /// Elastic memory cannot change in a capture: the change would happen now, and the work later.
     #[error(
-        "elastic memory cannot be committed or decommitted in {stream}, which is capturing; \
-         do it before or after the capture: the addresses stay the same"
+        "elastic memory cannot be committed or decommitted for {stream} during a capture; \
+         do it before or after: the addresses stay the same"
     )]
     ElasticInCapture {
         /// The stream.

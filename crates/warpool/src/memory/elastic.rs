@@ -43,16 +43,18 @@
 //! - Addresses stay valid, in views, pointers and captured graphs. The use of a block that is not committed is an error
 //!   that nobody sees on a GPU: it reads or writes memory of others, or ends the program with an illegal address. The
 //!   simulated GPU reports it as a hazard.
-//! - Neither call is allowed on a stream that is capturing.
+//! - Neither call is allowed while its stream, or the stream of the reservation, is capturing.
+//! - A commit calls no [pressure callbacks](super::report::Observers): it may be one that decommits.
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::{DeviceAllocator, MemPoolId, SharedAllocator};
-use crate::{Device, Error, Instance, Result, Stream, lock};
+use crate::{Device, Instance, Result, Stream};
 
 pub use super::elastic_range::{ElasticLayout, ElasticRange, ElasticRanges};
 
@@ -64,8 +66,7 @@ pub struct ElasticMemory {
     allocator: Arc<dyn DeviceAllocator>,
     range: ElasticRange,
     label: OnceLock<Box<str>>,
-    /// The tag that it sleeps with.
-    asleep: Mutex<Option<Arc<str>>>,
+    is_asleep: AtomicBool,
 }
 
 impl ElasticMemory {
@@ -76,7 +77,7 @@ impl ElasticMemory {
         let allocator = allocator.to_dyn();
         allocator.instance().expect_same(stream.instance(), "the stream")?;
         let range = allocator.elastic()?.reserve(stream.device_id(), stream.id(), layout)?;
-        Ok(Self { allocator, range, label: OnceLock::new(), asleep: Mutex::default() })
+        Ok(Self { allocator, range, label: OnceLock::new(), is_asleep: AtomicBool::new(false) })
     }
 
     /// Gives it a name, for hazard reports of the simulated GPU. Only the first name is used.
@@ -102,41 +103,38 @@ impl ElasticMemory {
     /// Gives memory to those of these blocks that have none, for work that is queued in `stream` from now on.
     pub fn commit(&self, blocks: Range<u64>, stream: &Stream) -> Result<()> {
         self.instance().expect_same(stream.instance(), "the stream")?;
-        self.expect_awake()?;
-        self.change_asleep(blocks, stream, true)
+        self.elastic().commit(&self.range, stream.id(), blocks)?;
+        self.report_label();
+        Ok(())
     }
 
     /// Takes the memory of those of these blocks that have some, once the work that `stream` holds now is done. Work in
     /// other streams that uses them must be ordered before that.
     pub fn decommit(&self, blocks: Range<u64>, stream: &Stream) -> Result<()> {
         self.instance().expect_same(stream.instance(), "the stream")?;
-        self.expect_awake()?;
-        self.change_asleep(blocks, stream, false)
+        self.elastic().decommit(&self.range, stream.id(), blocks)
     }
 
-    /// Commits blocks or decommits them, although it may sleep.
+    /// Decommits all, and drops it: as a drop, but its pages serve others without a wait for all work of the device.
+    /// It is dropped even if that fails.
+    pub fn close(self) -> Result<()> {
+        let home = Stream::from_id(&Device::from_id(self.instance(), self.device_id()), self.stream_id());
+        self.decommit(0..self.layout().blocks, &home)
+    }
+
+    /// Commits blocks or decommits them, although it sleeps.
     pub(super) fn change_asleep(&self, blocks: Range<u64>, stream: &Stream, commit: bool) -> Result<()> {
-        if !commit {
-            return self.elastic().decommit(&self.range, stream.id(), blocks);
-        }
-        self.elastic().commit(&self.range, stream.id(), blocks)?;
+        self.elastic().change_asleep(&self.range, stream.id(), blocks, commit)?;
         self.report_label();
         Ok(())
     }
 
-    fn expect_awake(&self) -> Result<()> {
-        match &*lock(&self.asleep) {
-            Some(tag) => Err(Error::TagAsleep { tag: tag.to_string() }),
-            None => Ok(()),
-        }
-    }
-
     /// Sets the tag that it sleeps with; `None` is awake.
     pub(super) fn set_asleep(&self, tag: Option<&Arc<str>>) {
-        let before = std::mem::replace(&mut *lock(&self.asleep), tag.map(Arc::clone));
-        match (before, tag) {
-            (None, Some(tag)) => self.instance().add_asleep(self.ptr().0, self.bytes(), tag),
-            (Some(_), None) => self.instance().remove_asleep(self.ptr().0),
+        self.elastic().set_asleep(&self.range, tag);
+        match (self.is_asleep.swap(tag.is_some(), Ordering::Relaxed), tag) {
+            (false, Some(tag)) => self.instance().add_asleep(self.ptr().0, self.bytes(), tag),
+            (true, None) => self.instance().remove_asleep(self.ptr().0),
             _ => {}
         }
     }

@@ -133,7 +133,9 @@ impl<T: Pod> ElasticVec<T> {
     /// they are written. It is complete or changes nothing.
     #[track_caller]
     pub fn commit(&mut self, blocks: Range<usize>, stream: &Stream) -> Result<()> {
-        self.change(blocks, stream, ElasticMemory::commit)
+        self.memory().commit(blocks.start as u64..blocks.end as u64, stream)?;
+        // Later uses in other streams are after it.
+        self.use_in(blocks, stream)
     }
 
     /// Takes the memory of those of these blocks that have some: `stream` waits for work in other streams that uses
@@ -144,27 +146,21 @@ impl<T: Pod> ElasticVec<T> {
         if tracked.is_in_graphs() {
             return Err(BufferError::ElasticInGraph { buffer: tracked.name() }.into());
         }
-        self.change(blocks, stream, ElasticMemory::decommit)
-    }
-
-    #[track_caller]
-    fn change(
-        &mut self,
-        blocks: Range<usize>,
-        stream: &Stream,
-        change: impl Fn(&ElasticMemory, Range<u64>, &Stream) -> Result<()>,
-    ) -> Result<()> {
-        let line = Location::caller();
-        self.memory().layout().check_blocks(&(blocks.start as u64..blocks.end as u64))?;
         if stream.is_capturing()? {
             return Err(Error::ElasticInCapture { stream: stream.id() });
         }
+        self.use_in(blocks.clone(), stream)?;
+        self.memory().decommit(blocks.start as u64..blocks.end as u64, stream)
+    }
+
+    /// Makes `stream` wait for what uses the blocks in other streams, and records a use in it that later ones wait for.
+    #[track_caller]
+    fn use_in(&mut self, blocks: Range<usize>, stream: &Stream) -> Result<()> {
+        let line = Location::caller();
+        self.memory().layout().check_blocks(&(blocks.start as u64..blocks.end as u64))?;
         let (len, elements) = (self.len(), blocks.start * self.block_len..blocks.end * self.block_len);
         let part = Part::<T>::exclusive(&mut self.buffer, len).sub(elements)?;
-        let memory = part.buffer().tracked().elastic();
-        submit(stream, &[Some(part.access(true))], Reach::OwnDevice, line, &mut || {
-            change(memory, blocks.start as u64..blocks.end as u64, stream)
-        })
+        submit(stream, &[Some(part.access(true))], Reach::OwnDevice, line, &mut || Ok(()))
     }
 
     /// Whether all of these blocks are committed.

@@ -106,6 +106,11 @@ impl Uses {
         self.home != Some(stream) && !self.recorded.contains(&stream)
     }
 
+    /// The streams beside its own whose use is recorded.
+    pub(super) fn recorded(&self) -> &[StreamId] {
+        &self.recorded
+    }
+
     /// Marks the use of `stream` as recorded with the allocator.
     pub(super) fn add_stream(&mut self, stream: StreamId) {
         self.recorded.push(stream);

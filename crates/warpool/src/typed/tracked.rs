@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use warpool_driver::{Address, DeviceId, DevicePtr, HostPtr};
 
@@ -216,7 +216,8 @@ impl Tracked {
         match &self.block {
             Block::Device(_) if crate::defect::Defect::TypedDropForgetsStreams.is_on() => {}
             Block::Device(block) => block.record_use(stream)?,
-            Block::Elastic(memory) => memory.record_use(stream)?,
+            // Decommits are ordered after all uses: only the drop has to know the streams.
+            Block::Elastic(_) => {}
             Block::Pinned(block, _) => block.record_use(stream)?,
         }
         uses.add_stream(stream.id());
@@ -260,6 +261,16 @@ impl Tracked {
         match self.label() {
             Some(label) => format!("{kind} {label:?}"),
             None => format!("{kind} without a label"),
+        }
+    }
+}
+
+impl Drop for Tracked {
+    fn drop(&mut self) {
+        if let Block::Elastic(memory) = &self.block {
+            let uses = self.uses.get_mut().unwrap_or_else(PoisonError::into_inner);
+            // It fails only for memory that does not exist.
+            let _ = memory.record_uses(uses.recorded());
         }
     }
 }

@@ -136,6 +136,11 @@ fn no_page_lies_across_the_border_of_an_aligned_range() {
     let machine = Machine::new();
     machine.paged.set_page_sizes(0, 0);
     let stream = machine.stream();
+    // Its addresses have been another heap's, whose pages are still mapped there, wherever they were.
+    let (gone, other) = (machine.device.lease_stream().unwrap(), machine.stream());
+    drop([2, 14, 30, 62, 90].map(|mib| machine.block(mib * MIB, &gone)));
+    gone.synchronize().unwrap();
+    drop((0..40).map(|_| machine.block(9 * MIB, &other)).collect::<Vec<_>>());
     let cache = machine.elastic(blocks(256, MIB), &stream);
     assert_eq!(cache.layout().blocks_per_page(cache.page_bytes()), Some(8));
     for seed in warpool_testing::seeds(20) {
@@ -287,8 +292,10 @@ fn a_commit_is_complete_or_changes_nothing() {
     let machine = Machine::small(256 * MIB);
     let stream = machine.stream();
     let cache = machine.elastic(blocks(1000, 2 * MIB), &stream);
-    cache.commit(0..40, &stream).unwrap();
-    (0..40).for_each(|block| machine.fill_at(&cache, block, 6, &stream));
+    cache.commit(0..39, &stream).unwrap();
+    cache.commit(41..42, &stream).unwrap();
+    (0..39).for_each(|block| machine.fill_at(&cache, block, 6, &stream));
+    // The first run of blocks is there when the second one does not fit.
     let hungry = [(20..500, OomCause::Device), (100..1000, OomCause::Device)];
     for (wanted, cause) in hungry {
         let stats = machine.paged.stats(DEVICE).unwrap();
@@ -301,12 +308,12 @@ fn a_commit_is_complete_or_changes_nothing() {
         assert_eq!(after.num_ooms, stats.num_ooms + 1);
     }
     machine.paged.set_memory_cap(DEVICE, Some(100 * MIB)).unwrap();
-    let Err(Error::OutOfMemory(report)) = cache.commit(40..60, &stream) else { panic!("beyond the cap") };
+    let Err(Error::OutOfMemory(report)) = cache.commit(39..60, &stream) else { panic!("beyond the cap") };
     assert_eq!((report.cause, report.bytes_limit), (OomCause::Limit, Some(100 * MIB)));
-    cache.commit(40..50, &stream).unwrap();
+    cache.commit(39..50, &stream).unwrap();
     machine.paged.set_memory_cap(DEVICE, None).unwrap();
-    cache.commit(40..60, &stream).unwrap();
-    assert_eq!((machine.first_byte(&cache, 39), cache.committed()), (6, 60));
+    cache.commit(39..60, &stream).unwrap();
+    assert_eq!((machine.first_byte(&cache, 38), cache.committed()), (6, 60));
     machine.expect_no_hazard();
 }
 
@@ -366,7 +373,23 @@ fn dropping_it_makes_no_driver_call_and_its_addresses_serve_others() {
 fn only_commits_and_decommits_change_its_memory() {
     let machine = Machine::new();
     let stream = machine.stream();
-    let cache = machine.elastic(blocks(10, 2 * MIB), &stream);
+    only_they_change(&machine, &stream);
+    // In addresses that another heap has had: blocks began where its blocks are.
+    let machine = Machine::new();
+    let (gone, other) = (machine.device.lease_stream().unwrap(), machine.stream());
+    drop([40, 3, 7].map(|mib| machine.block(mib * MIB, &gone)));
+    gone.synchronize().unwrap();
+    let before = machine.sim.call_count(Call::VmMap);
+    let kept: Vec<_> = (0..40).map(|_| machine.block(9 * MIB, &other)).collect();
+    assert!(machine.sim.call_count(Call::VmMap) > before, "requests for pages, so that the heap is retired");
+    drop(kept);
+    machine.paged.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
+    only_they_change(&machine, &machine.stream());
+}
+
+fn only_they_change(machine: &Machine, stream: &Stream) {
+    let cache = machine.elastic(blocks(10, 2 * MIB), stream);
+    let (machine, stream) = (machine, stream.clone());
     cache.commit(0..5, &stream).unwrap();
     cache.decommit(3..5, &stream).unwrap();
     let snapshot = machine.paged.snapshot(SnapshotOptions::default()).unwrap();

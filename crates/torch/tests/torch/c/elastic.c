@@ -30,6 +30,7 @@ int main(void) {
   CHECK(warpool_elastic_tensor(cache, 0, 16, 3, shape) == NULL && last_error_has("is not the elastic memory of"));
   void *tensor = warpool_elastic_tensor(cache, 0, 8, 3, shape);
   CHECK(tensor != NULL && *(void **)tensor == cache);
+  CHECK(warpool_elastic_tensor(cache, 0, 8, 3, shape) == NULL && last_error_has("has a tensor already"));
   warpool_elastic_tensor_free(tensor);
   CHECK(stat_of(0, "allocated_bytes.all.current") == 0);
 

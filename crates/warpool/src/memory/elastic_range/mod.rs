@@ -3,6 +3,7 @@
 mod blocks;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
@@ -13,6 +14,9 @@ pub(crate) use blocks::{ElasticBlocks, ElasticChange};
 
 /// More addresses than this are refused: devices have 47 bits of them.
 const BYTES_MAX: u64 = 1 << 46;
+
+/// More blocks are refused: each takes memory of the host.
+const BLOCKS_MAX: u64 = 1 << 28;
 
 /// Where the blocks of elastic memory are: block `b` has `block_bytes` bytes in each row `r`, at
 /// `(r * blocks + b) * block_bytes`.
@@ -63,6 +67,9 @@ impl ElasticLayout {
         let bytes = self.rows.checked_mul(self.blocks).and_then(|blocks| blocks.checked_mul(self.block_bytes));
         match bytes {
             Some(0) => Err(Error::EmptyElastic),
+            Some(_) if self.blocks > BLOCKS_MAX => {
+                Err(Error::ElasticBlocks { start: 0, end: self.blocks, blocks: BLOCKS_MAX })
+            }
             Some(bytes) if bytes <= BYTES_MAX => Ok(()),
             _ => Err(Error::RequestTooLarge { bytes: bytes.unwrap_or(u64::MAX) }),
         }
@@ -124,6 +131,14 @@ pub trait ElasticRanges: Send + Sync {
     /// Returns the pages of decommitted blocks to the driver, once the work that used them is done: it waits for that.
     /// Returns how many bytes.
     fn vacate(&self, range: &ElasticRange) -> Result<u64>;
+
+    /// Commits or decommits blocks although it sleeps. No user code is called, but what a trim calls.
+    #[doc(hidden)]
+    fn change_asleep(&self, range: &ElasticRange, stream: StreamId, blocks: Range<u64>, commit: bool) -> Result<()>;
+
+    /// Sets the tag that it sleeps with, if any: commits and decommits fail with it from here on.
+    #[doc(hidden)]
+    fn set_asleep(&self, range: &ElasticRange, tag: Option<&Arc<str>>);
 
     /// Returns the memory and the addresses. Makes no driver call. A second call does nothing.
     fn release(&self, range: &ElasticRange);

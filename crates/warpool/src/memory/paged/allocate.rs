@@ -14,7 +14,7 @@ use super::pending::PendingFrees;
 use super::{PagedAllocator, reclaim, segments, shortage};
 use crate::defect::Defect;
 use crate::memory::report::EntryDetails;
-use crate::memory::{Action, Allocation, MemPoolId, OomCause, Request, SizeRules, StackLevel};
+use crate::memory::{Action, Allocation, MemPoolId, OomCause, OomReport, Request, SizeRules, StackLevel};
 use crate::unwind::OnUnwind;
 use crate::{Error, Result, lock};
 
@@ -173,7 +173,7 @@ impl PagedDevice {
     }
 
     /// Counts a failed request, calls the observers, and makes the error.
-    pub(super) fn out_of_memory(
+    fn out_of_memory(
         &self,
         request: &Request,
         number: HeapId,
@@ -181,6 +181,20 @@ impl PagedDevice {
         capturing: bool,
         details: &EntryDetails,
     ) -> Error {
+        let report = self.shortage(request, number, why, capturing, details);
+        self.observers().report_oom(&report);
+        Error::OutOfMemory(Box::new(report))
+    }
+
+    /// Counts a failed request, and makes the report.
+    pub(super) fn shortage(
+        &self,
+        request: &Request,
+        number: HeapId,
+        why: OomCause,
+        capturing: bool,
+        details: &EntryDetails,
+    ) -> OomReport {
         // A failure of this call must not hide the error.
         let unknown = MemoryInfo { bytes_free: 0, bytes_total: self.bytes_total };
         let memory = self.driver().mem_info(self.id).unwrap_or(unknown);
@@ -190,9 +204,7 @@ impl PagedDevice {
             let heap = self.heaps.get(number).lock();
             self.record(Action::Oom, memory.bytes_free, bytes_segment, &heap, details);
         }
-        let report = shortage::report(self, request, (why, bytes_segment), memory, &self.stats(), capturing);
-        self.observers().report_oom(&report);
-        Error::OutOfMemory(Box::new(report))
+        shortage::report(self, request, (why, bytes_segment), memory, &self.stats(), capturing)
     }
 }
 

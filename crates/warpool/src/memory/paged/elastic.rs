@@ -74,7 +74,17 @@ impl PagedDevice {
         let page_bytes = u64::from(PageSizes::SLOTS_MAX) * table.slot_bytes;
         let range = ElasticRange { device: self.id, stream, pool, ptr: DevicePtr(base), layout, page_bytes };
         let blocks = ElasticBlocks::new(layout, table.slot_bytes);
-        Ok(Elastic { range, slot_bytes: table.slot_bytes, heap, on_device, in_heap, blocks, slots: BTreeMap::new() })
+        Ok(Elastic {
+            range,
+            slot_bytes: table.slot_bytes,
+            heap,
+            on_device,
+            in_heap,
+            blocks,
+            slots: BTreeMap::new(),
+            asleep: None,
+            is_released: false,
+        })
     }
 
     /// Fails unless a stream may order changes of elastic memory.
@@ -210,7 +220,66 @@ impl PagedDevice {
             (elastic.range, elastic.heap)
         };
         let bytes = (blocks.end - blocks.start) * layout.rows * layout.block_bytes;
-        self.out_of_memory(&Request::new(self.id, stream, bytes), heap, why, false, details)
+        Error::OutOfMemory(Box::new(self.shortage(&Request::new(self.id, stream, bytes), heap, why, false, details)))
+    }
+}
+
+impl PagedAllocator {
+    /// Commits blocks. No user code is called but what a trim calls.
+    fn try_commit(
+        &self,
+        range: &ElasticRange,
+        stream: StreamId,
+        blocks: Range<u64>,
+        though_asleep: bool,
+        details: &EntryDetails,
+    ) -> Result<()> {
+        range.layout.check_blocks(&blocks)?;
+        let device = self.device(range.device)?;
+        let elastic = device.elastic_of(range)?;
+        [stream, range.stream].into_iter().try_for_each(|stream| device.expect_not_capturing(stream))?;
+        if device.has_pending() {
+            PendingFrees::new(device, details).process()?;
+        }
+        let attempt = |on_oom| {
+            let mut elastic = lock(&elastic);
+            elastic.expect_usable(though_asleep)?;
+            device.commit(&mut elastic, stream, blocks.clone(), on_oom, details)
+        };
+        let mut outcome = attempt(false);
+        if let Err(Failed::OutOfMemory(_)) = outcome {
+            reclaim::wait_for_unknown_users(device)?;
+            PendingFrees::new(device, details).wait()?;
+            device.counts.retries.fetch_add(1, Ordering::Relaxed);
+            segments::release(device, MemPoolId::DEFAULT, 0, details)?;
+            outcome = attempt(true);
+        }
+        outcome.map_err(|failed| match failed {
+            Failed::Error(error) => error,
+            Failed::OutOfMemory(why) => device.elastic_shortage(&elastic, &blocks, why, details),
+        })
+    }
+
+    /// Decommits blocks. No user code is called.
+    fn try_decommit(
+        &self,
+        range: &ElasticRange,
+        stream: StreamId,
+        blocks: Range<u64>,
+        though_asleep: bool,
+        details: &EntryDetails,
+    ) -> Result<()> {
+        range.layout.check_blocks(&blocks)?;
+        let device = self.device(range.device)?;
+        let elastic = device.elastic_of(range)?;
+        [stream, range.stream].into_iter().try_for_each(|stream| device.expect_not_capturing(stream))?;
+        let mut elastic = lock(&elastic);
+        elastic.expect_usable(though_asleep)?;
+        device.order(stream, elastic.range.stream)?;
+        let change = elastic.blocks.decommit(blocks);
+        device.report_decommitted(&elastic, &change);
+        device.free_slots(&mut elastic, change.slots.into_iter().flatten(), Fences::Now, details);
+        Ok(())
     }
 }
 
@@ -234,47 +303,34 @@ impl ElasticRanges for PagedAllocator {
     }
 
     fn commit(&self, range: &ElasticRange, stream: StreamId, blocks: Range<u64>) -> Result<()> {
-        range.layout.check_blocks(&blocks)?;
         let device = self.device(range.device)?;
-        let elastic = device.elastic_of(range)?;
-        device.expect_not_capturing(stream)?;
         let details = device.entry_details(StackLevel::State);
-        if device.has_pending() {
-            PendingFrees::new(device, &details).process()?;
-        }
-        let attempt = |on_oom| device.commit(&mut lock(&elastic), stream, blocks.clone(), on_oom, &details);
-        let mut outcome = attempt(false);
-        if let Err(Failed::OutOfMemory(_)) = outcome {
-            reclaim::wait_for_unknown_users(device)?;
-            PendingFrees::new(device, &details).wait()?;
-            device.counts.retries.fetch_add(1, Ordering::Relaxed);
-            segments::release(device, MemPoolId::DEFAULT, 0, &details)?;
-            outcome = attempt(true);
-        }
+        let outcome = self.try_commit(range, stream, blocks, false, &details);
         device.drop_removed();
         device.report();
-        match outcome {
-            Ok(()) => Ok(()),
-            Err(Failed::Error(error)) => Err(error),
-            Err(Failed::OutOfMemory(why)) => Err(device.elastic_shortage(&elastic, &blocks, why, &details)),
+        if let Err(Error::OutOfMemory(report)) = &outcome {
+            device.observers().report_oom(report);
         }
+        outcome
     }
 
     fn decommit(&self, range: &ElasticRange, stream: StreamId, blocks: Range<u64>) -> Result<()> {
-        range.layout.check_blocks(&blocks)?;
         let device = self.device(range.device)?;
-        let elastic = device.elastic_of(range)?;
-        device.expect_not_capturing(stream)?;
         let details = device.entry_details(StackLevel::All);
-        {
-            let mut elastic = lock(&elastic);
-            device.order(stream, elastic.range.stream)?;
-            let change = elastic.blocks.decommit(blocks);
-            device.report_decommitted(&elastic, &change);
-            device.free_slots(&mut elastic, change.slots.into_iter().flatten(), Fences::Now, &details);
-        }
+        let outcome = self.try_decommit(range, stream, blocks, false, &details);
         device.report();
-        Ok(())
+        outcome
+    }
+
+    fn change_asleep(&self, range: &ElasticRange, stream: StreamId, blocks: Range<u64>, commit: bool) -> Result<()> {
+        let change = if commit { Self::try_commit } else { Self::try_decommit };
+        change(self, range, stream, blocks, true, &EntryDetails::default())
+    }
+
+    fn set_asleep(&self, range: &ElasticRange, tag: Option<&Arc<str>>) {
+        if let Ok(elastic) = self.device(range.device).and_then(|device| device.elastic_of(range)) {
+            lock(&elastic).asleep = tag.map(Arc::clone);
+        }
     }
 
     fn committed(&self, range: &ElasticRange) -> u64 {
@@ -308,13 +364,12 @@ impl ElasticRanges for PagedAllocator {
         let Ok(device) = self.device(range.device) else { return };
         let Some(elastic) = lock(&device.elastic).remove(&range.pool) else { return };
         let details = device.timed_details(StackLevel::All);
-        {
-            let mut elastic = lock(&elastic);
-            let change = elastic.blocks.decommit(0..range.layout.blocks);
-            device.report_decommitted(&elastic, &change);
-            device.free_slots(&mut elastic, change.slots.into_iter().flatten(), Fences::Later, &details);
-            device.heaps.get(elastic.heap).lock().set_elastic(elastic.in_heap, false);
-        }
+        let mut elastic = lock(&elastic);
+        elastic.is_released = true;
+        let change = elastic.blocks.decommit(0..range.layout.blocks);
+        device.report_decommitted(&elastic, &change);
+        device.free_slots(&mut elastic, change.slots.into_iter().flatten(), Fences::Later, &details);
+        device.heaps.get(elastic.heap).lock().set_elastic(elastic.in_heap, false);
         // It fails only for a pool that does not exist.
         let _ = self.end_use(range.device, range.pool, PoolUser::RAW);
     }
@@ -327,8 +382,9 @@ impl ElasticRanges for PagedAllocator {
         let mut bytes = free.min(room) / table.slot_bytes * table.slot_bytes;
         bytes += table.spare_pages().map(|page| table.page_bytes(page)).sum::<u64>();
         for (_, cell) in device.heaps.iter() {
-            let mut heap = cell.lock();
-            if matches!(lock(&device.pools).takeable(heap.pool), Takeable::After(_)) {
+            let pool = cell.lock().pool;
+            if matches!(lock(&device.pools).takeable(pool), Takeable::After(_)) {
+                let mut heap = cell.lock();
                 heap.merge_recent();
                 bytes += table.free_pages(&heap).map(|page| table.page_bytes(page)).sum::<u64>();
             }

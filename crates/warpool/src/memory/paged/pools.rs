@@ -112,6 +112,11 @@ impl Pools {
         self.has_graphs(id) || self.find(id).is_some_and(|pool| pool.memory.has_checkpoints)
     }
 
+    /// Whether it has no uses.
+    pub(super) fn is_released(&self, id: MemPoolId) -> bool {
+        self.find(id).is_some_and(Pool::is_released)
+    }
+
     /// Whether graphs may use its addresses.
     pub(super) fn has_graphs(&self, id: MemPoolId) -> bool {
         self.find(id).is_some_and(|pool| pool.used_anywhere || pool.has_graphs && !pool.is_released())

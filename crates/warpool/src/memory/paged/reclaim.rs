@@ -68,6 +68,11 @@ fn record_passed(
     details: &EntryDetails,
 ) -> Result<()> {
     let users = lock(&device.pools).used_by(pool);
+    if users.iter().any(|&stream| !device.instance().may_name(stream)) {
+        // Their owner may have destroyed them since the pool was released.
+        lock(&device.pools).set_used_anywhere(pool);
+        return Ok(());
+    }
     match old_mappings::record_users(device, table, heaps, &users, details)? {
         Recording::Done(events) => lock(&device.pools).set_passed(pool, events),
         Recording::Unknown => lock(&device.pools).set_used_anywhere(pool),

@@ -71,7 +71,9 @@ impl<'a> Copies<'a> {
     pub(super) fn clear(&mut self, ptr: u64, bytes: u64) -> Result<()> {
         let stream = &self.streams[self.next % STREAMS];
         self.next += 1;
-        Ok(self.driver().fill(DevicePtr(ptr), Pattern::U32(0), bytes / 4, stream.id())?)
+        let words = ptr.is_multiple_of(4) && bytes.is_multiple_of(4);
+        let (pattern, count) = if words { (Pattern::U32(0), bytes / 4) } else { (Pattern::U8(0), bytes) };
+        Ok(self.driver().fill(DevicePtr(ptr), pattern, count, stream.id())?)
     }
 
     /// The streams in which they run.

@@ -125,7 +125,7 @@ pub(super) fn save(host: &HostAllocator, elastic: &[Arc<TagElastic>], keep: Keep
             continue;
         }
         let mut copies = Copies::new(&of.device).map_err(nothing)?;
-        let mut packer = Packer::new(host, memory.committed_bytes());
+        let mut packer = Packer::new(host, bytes_of(memory, &sleeping.blocks));
         let copied = save_blocks(memory, &sleeping.blocks, &mut packer, &mut copies);
         let bytes_found = bytes_before + packer.bytes_allocated();
         bytes_before = bytes_found;

@@ -8,7 +8,7 @@ use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::window::Window;
 use crate::memory::report::EntryDetails;
 use crate::memory::{OomCause, SegmentKind};
-use crate::{Result, lock};
+use crate::{Error, Result, lock};
 
 /// Neighbouring slots of elastic memory, none of which is allocated.
 #[derive(Clone, Copy)]
@@ -67,6 +67,10 @@ impl Fill<'_> {
                 Filled::Blocked(_) if !waited => {
                     old_mappings::wait(self.device, self.table, self.request.heap, self.details)?;
                     waited = true;
+                }
+                // A capture forbids to wait.
+                Filled::Blocked(_) if self.device.has_captures() => {
+                    return Err(Error::ElasticInCapture { stream: self.request.stream });
                 }
                 Filled::Blocked(_) => return Ok(Err(OomCause::Device)),
                 Filled::OutOfMemory(cause) => return Ok(Err(cause)),

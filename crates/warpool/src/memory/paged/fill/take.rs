@@ -26,7 +26,9 @@ impl Fill<'_> {
         let end = self.table.slot_index(window.range, window.end - 1) + 1;
         let old = self.slots(window).filter_map(|slot| {
             let part = self.table.slot(slot).old()?;
-            (part.part == 0 && slot.index + u32::from(part.slots) <= end).then_some((part.page, slot))
+            let slots = u32::from(part.slots);
+            let is_within = slot.index + slots <= end && slot.index % self.border + slots <= self.border;
+            (part.part == 0 && is_within).then_some((part.page, slot))
         });
         let mut old: BTreeMap<PageId, Slot> = old.collect();
         if old.is_empty() {
@@ -153,10 +155,16 @@ impl Fill<'_> {
     fn users_if_takeable(&self, number: HeapId) -> Option<Vec<StreamId>> {
         let pool = self.device.heaps.get(number).lock().pool;
         match lock(&self.device.pools).takeable(pool) {
+            // Streams whose use of a pool was recorded may be destroyed once the pool is released.
+            Takeable::After(users) if !self.may_name(&users) && lock(&self.device.pools).is_released(pool) => None,
             Takeable::After(users) => Some(users),
             Takeable::OnOom if self.request.on_oom && !Defect::ShortageLeavesPools.is_on() => Some(Vec::new()),
             Takeable::OnOom | Takeable::Never => None,
         }
+    }
+
+    fn may_name(&self, streams: &[StreamId]) -> bool {
+        streams.iter().all(|&stream| self.device.instance().may_name(stream))
     }
 
     /// Makes the request's stream wait for the work of another heap and of the streams that use its memory beside its

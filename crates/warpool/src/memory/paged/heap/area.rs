@@ -228,9 +228,14 @@ impl Area {
         self.removed.push(at);
     }
 
-    /// Sets whether a range is elastic memory.
-    pub(super) fn set_elastic(&mut self, at: RangeInHeap, is_elastic: bool) {
-        self.ranges[at.index()].is_elastic = is_elastic;
+    /// Makes a range in which nothing is elastic memory, or ends that.
+    pub(super) fn set_elastic(&mut self, blocks: &Blocks, at: RangeInHeap, is_elastic: bool) {
+        let range = &mut self.ranges[at.index()];
+        if is_elastic {
+            // No call finds its slots: not by an entry of a block that was there before either.
+            range.starts = Starts::new(self.kind, blocks.get(range.first).bytes);
+        }
+        range.is_elastic = is_elastic;
     }
 
     pub(super) fn is_elastic(&self, at: RangeInHeap) -> bool {

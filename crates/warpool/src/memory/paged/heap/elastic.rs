@@ -16,7 +16,8 @@ impl Heap {
     /// Makes a range elastic memory, or ends that: nothing in it is allocated then.
     pub(in crate::memory::paged) fn set_elastic(&mut self, range: RangeInHeap, is_elastic: bool) {
         self.merge_recent();
-        self.areas[KIND as usize].set_elastic(range, is_elastic);
+        let (area, blocks) = self.area(KIND);
+        area.set_elastic(blocks, range, is_elastic);
     }
 
     /// Whether a block is elastic memory.

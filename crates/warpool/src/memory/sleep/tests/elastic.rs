@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use warpool_driver::sim::SimConfig;
+use warpool_driver::{Copies as _, Devices as _, Pattern};
 
 use super::machine::{DEVICE, Kind, MIB, Machine};
 use crate::error::SleepShortage;
@@ -89,6 +90,33 @@ fn it_sleeps_without_memory_and_wakes_with_its_contents() -> Result<()> {
         cache.decommit(16..20, stream)?;
         scene.expect(keep);
         scene.finish();
+    }
+    Ok(())
+}
+
+/// Blocks of three bytes: neither their addresses nor their sizes are multiples of a word.
+#[test]
+fn blocks_of_odd_sizes_sleep() -> Result<()> {
+    for keep in [Keep::Host, Keep::Discard] {
+        let machine = Machine::new(Kind::Paged, 200 * MIB);
+        let stream = &machine.streams[0];
+        let layout = ElasticLayout { rows: 2, blocks: 7, block_bytes: 3 };
+        let cache = machine.tag("kv").elastic(layout, stream)?;
+        cache.commit(1..4, stream)?;
+        let bytes = |value: [u8; 9]| {
+            let mut read = [0; 9];
+            machine.sim.device_synchronize(DEVICE)?;
+            machine.sim.download(DEVICE, cache.ptr().offset(24), &mut read)?;
+            assert_eq!(read, value, "blocks 1 to 3 of the second row");
+            Ok::<(), Error>(())
+        };
+        machine.sim.fill(cache.ptr().offset(24), Pattern::U8(9), 9, stream.id())?;
+        bytes([9; 9])?;
+        machine.sleep(&["kv"], keep)?;
+        machine.wake(&["kv"])?;
+        bytes([if keep == Keep::Host { 9 } else { 0 }; 9])?;
+        drop(cache);
+        assert_eq!(machine.finish(), None);
     }
     Ok(())
 }
