@@ -4,6 +4,7 @@
 //! - `bystanders`: streams that use a block although nobody said so.
 //! - `contention`: heaps that take the same page from each other.
 //! - `defects`: deliberate defects are found.
+//! - `elastic`: elastic memory at addresses that another heap has had.
 //! - `faults`: every driver call of fixed programs fails once.
 //! - `graph_pools`: what a captured graph needs of its pages, step by step.
 //! - `models`: the parts without a mutex, under many interleavings.
@@ -12,6 +13,7 @@
 mod bystanders;
 mod contention;
 mod defects;
+mod elastic;
 mod faults;
 mod graph_pools;
 mod machine;
