@@ -87,6 +87,7 @@ impl Bytes<'_> {
             kind: if flags & 4 == 0 { SegmentKind::Small } else { SegmentKind::Large },
             pool: MemPoolId { graph: 0, user: u32::from(flags >> 4 & 1) },
             is_expandable: flags & 8 != 0,
+            is_elastic: flags & 32 != 0,
             stack: None,
             blocks: blocks.collect(),
         }
