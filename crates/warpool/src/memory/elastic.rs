@@ -61,7 +61,8 @@ pub use super::elastic_range::{ElasticLayout, ElasticRange, ElasticRanges};
 /// Memory at fixed addresses that is committed and decommitted in blocks. See the [module](self).
 ///
 /// Dropping it returns its memory without a driver call; the addresses serve others once all work in its stream, and in
-/// those whose use was [recorded](Self::record_use), is done.
+/// those whose use was [recorded](Self::record_use), is done. If its stream is another library's, which may be
+/// destroyed by then, that is after the next wait for all work of the device: [`close`](Self::close) spares that wait.
 pub struct ElasticMemory {
     allocator: Arc<dyn DeviceAllocator>,
     range: ElasticRange,
