@@ -17,7 +17,7 @@ python/tests/environments
 if "$target/ray/bin/python" -c "import ray" 2>/dev/null; then
   export WARPOOL_RAY_PYTHON=$target/ray/bin/python
 fi
-for test in answers ranks native enable sleep elastic backend compare; do
+for test in answers ranks native enable sleep memory_saver elastic backend compare; do
   PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so python3 "python/tests/test_$test.py"
 done
 PYTHONPATH=python python3 python/tests/test_predict_parts.py
@@ -28,9 +28,17 @@ if "$torch_python" -c 'import numpy, torch' 2>/dev/null; then
   PYTHONPATH=python "$torch_python" python/tests/test_predict.py
   # A job's ranks gather one report, through torch.distributed.
   PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so "$torch_python" python/tests/torch_ranks.py
+  # The classes of torch_memory_saver and vLLM, whose place Warpool takes.
+  if [ -d "$target/serving/vllm" ] && [ -d "$target/serving/torch_memory_saver" ]; then
+    PYTHONPATH=python:$target/serving WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so \
+      "$torch_python" python/tests/serving_packages.py
+  else
+    echo "torch_memory_saver and vLLM could not be installed: Warpool was NOT compared with their classes"
+  fi
 else
   PYTHONPATH=python python3 python/tests/test_predict_operators.py
-  echo "PyTorch could not be installed from the package index: predictions and gather_report were NOT tested"
+  echo "PyTorch could not be installed from the package index: predictions, gather_report and the classes of" \
+    "torch_memory_saver and vLLM were NOT tested"
 fi
 # The C++ layer, against the headers of one version of PyTorch, with its libc10 and libc10_cuda.
 if ! command -v "${CXX:-c++}" >/dev/null; then

@@ -13,7 +13,9 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 from unittest import mock
@@ -521,6 +523,83 @@ class Surroundings(unittest.TestCase):
             self.assertEqual(torch.compile(mode="max-autotune", fullgraph=True)(abs)(-1), 1)
         self.assertIn("torch.compile was left out: the program ran eagerly", str(run.report))
 
+    def test_scripted_code_runs_eagerly(self) -> None:
+        def gelu(x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.gelu(x) * 2.0
+
+        before = torch.jit.script(gelu)
+
+        def program(scripted: bool) -> Any:
+            wrap = torch.jit.script if scripted else lambda function: function
+            model = wrap(nn.Linear(64, 64).cuda())
+            if scripted:
+                self.assertIs(torch.jit.freeze(torch.jit.trace(gelu, (torch.ones(2),))), gelu)
+                # PyTorch compiles functions of its own when it is imported.
+                __import__("torch.distributed.optim")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                wrap(gelu)(model(floats(16).view(-1, 64))).sum().backward()
+                optimizer.step()
+
+        found = recorded(lambda: program(True))
+        self.assertEqual(words(found), asked(lambda: program(False)))
+        self.assertEqual(found.recorder.remarks, {"TorchScript was left out: the program ran eagerly"})
+        # What was compiled before is interpreted; the interpreter would fuse operators in the third call.
+        made = asked(lambda: [before(floats(4)) for _ in range(3)])
+        self.assertEqual(sum("4K" in each for each in made), 9)
+        self.assertTrue(torch.jit.script(gelu) is not gelu and torch._C._jit_texpr_fuser_enabled())
+
+    def test_threads_of_the_program_are_predicted(self) -> None:
+        def program() -> Any:
+            made: List[Any] = []
+
+            class Loader(threading.Thread):
+                def run(self) -> None:
+                    made.append(floats(4) + 1)
+
+            loader = Loader()
+            loader.start()
+            loader.join()
+            with ThreadPoolExecutor(4) as pool:
+                made += pool.map(lambda kib: floats(kib).exp(), [8] * 100)
+            self.assertEqual(torch.cuda.memory_allocated(), 4096 + 100 * 8192)
+            return made
+
+        found = words(recorded(program))
+        self.assertEqual(found[:3], ["a0 4K", "a1 4K", "f0"])
+        numbers = [word.split()[0] for word in found if word.startswith("a")]
+        self.assertEqual(numbers, [f"a{number}" for number in range(202)])
+        # Not afterwards.
+        thread = threading.Thread(target=lambda: self.assertEqual(torch.ones(2).sum().item(), 2.0))
+        thread.start()
+        thread.join()
+
+    def test_device_that_is_not_there_is_an_error(self) -> None:
+        for program in (lambda: floats(4).to("cuda:1"), lambda: torch.empty(4, device="cuda:1")):
+            with self.assertRaisesRegex(RuntimeError, "invalid device ordinal .*cuda:1; the prediction has 1: see"):
+                recorded(program)
+        self.assertEqual(len(asked(lambda: floats(4).to("cuda:1"), gpus=2)), 3)
+
+    def test_step_of_an_optimizer_within_another_counts_once(self) -> None:
+        class Twice(torch.optim.Optimizer):
+            def __init__(self, params: Any) -> None:
+                self.base = torch.optim.SGD(params, lr=0.1)
+                super().__init__(self.base.param_groups, {})
+
+            def step(self, closure: Any = None) -> None:
+                self.base.step()
+                self.base.step()
+
+        model = nn.Linear(4, 4)
+        optimizer = Twice(model.parameters())
+
+        def program() -> None:
+            for _ in range(3):
+                optimizer.step()
+            optimizer.base.step()
+
+        self.assertEqual(recorded(program).steps_made, 4)
+
     def test_kernels_of_triton_take_no_memory(self) -> None:
         try:
             from triton.runtime import autotuner, jit
@@ -571,10 +650,13 @@ class Surroundings(unittest.TestCase):
         def nested() -> Any:
             return torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], device="cuda", layout=torch.jagged)
 
-        programs = ((flex, "flex_attention"), (sparse, "sparse"), (nested, "nested"))
+        def parallel() -> Any:
+            return nn.DataParallel(nn.Linear(4, 4).cuda())
+
+        programs = ((flex, "flex_attention"), (sparse, "sparse"), (nested, "nested"), (parallel, "DataParallel"))
         for program, text in (*programs, (lambda: torch.cuda.MemPool(), "MemPool")):
             with self.subTest(text), self.assertRaisesRegex(PredictionError, f"{text}.* not predicted"):
-                recorded(program)
+                recorded(program, gpus=2)
 
     def test_rank_of_a_distributed_program(self) -> None:
         import torch.distributed as dist
@@ -728,7 +810,9 @@ class Reports(unittest.TestCase):
         for options, text in (
             ({"gpu": "nosuch"}, "nosuch"),
             ({"gpu": "h200", "capacity": "1GiB"}, "not both"),
-            ({"capacity": "80"}, "is not a size"),
+            ({"capacity": "80"}, "'80' has no unit: write 80GiB or 80B"),
+            ({"capacity": "much"}, "is not a size"),
+            ({"rank": -1, "world_size": 8}, "-1 is not one of a world size of 8: they are 0 to 7"),
             ({"settings": "no_such_key:1"}, "no_such_key"),
         ):
             with self.subTest(options=options), self.assertRaisesRegex(warpool.OptionError, text):
@@ -860,6 +944,25 @@ class Command(unittest.TestCase):
         self.assertEqual((report["steps"], report["gpu"], report["fits"]), (2, "h200", True))
         self.assertIn("step 0", done.stderr)
         self.assertIn("run.pickle", self.files)
+
+    def test_module_runs_as_a_script_does(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            package = Path(folder) / "package"
+            package.mkdir()
+            (package / "train.py").write_text(
+                "import sys, torch\nprint(__name__, sys.argv[1:], sys.argv[0][-16:])\ntorch.ones(1, device='cuda')\n"
+            )
+
+            def run(*arguments: str) -> Any:
+                command = [sys.executable, "-m", "warpool", "predict", *arguments]
+                return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+
+            done = run("--gpu", "h200", "-q", "-m", "package.train", "--steps", "3", "-m", "x")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            words = "__main__ ['--steps', '3', '-m', 'x'] package/train.py"
+            self.assertEqual(done.stdout.splitlines()[0], words)
+            done = run("-m", "nosuch.train")
+            self.assertEqual((done.returncode, done.stderr), (2, "error: nosuch.train: there is no such module\n"))
 
     def test_exit_status_says_whether_it_fits(self) -> None:
         few = ("--steps", "1", "-q")

@@ -14,6 +14,7 @@ from typing import Any, Dict, Optional
 
 from . import _backend, _native
 from ._elastic import Elastic, ElasticInfo, elastic, headroom
+from ._memory_saver import memory_saver
 from ._native import Error
 from ._sleep import SleepReport, TagInfo, prepare_sleep, sleep, tag, tags, wake
 
@@ -28,6 +29,7 @@ __all__ = [
     "enabled",
     "gather_report",
     "headroom",
+    "memory_saver",
     "page_stats",
     "prepare_sleep",
     "set_settings",

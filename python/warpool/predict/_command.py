@@ -1,6 +1,7 @@
 """`python -m warpool predict`: predicts the memory of a script."""
 
 import argparse
+import importlib.util
 import json
 import os
 import runpy
@@ -19,6 +20,7 @@ on a card and with which allocator settings, and who holds the memory. Needs PyT
 
   python -m warpool predict --gpu a100-80gb --steps 3 train.py -- --batch 32
   python -m warpool predict --gpu rtx4090 --sweep batch=8,16,32,64 train.py -- --epochs 1
+  python -m warpool predict --steps 3 -m package.train -- --batch 32
   python -m warpool predict --budget 20GiB --steps 3 train.py      # for CI: exit status 1 if it needs more
 """
 _AFTER = """\
@@ -85,11 +87,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--json", action="store_true", help="a JSON object for each prediction on stdout")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress")
     parser.add_argument("script", metavar="SCRIPT", help="the script, or -m MODULE as for python")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="-- ARGS", help="its arguments")
-    chosen = parser.parse_args(arguments)
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, metavar="-- ARGS", help="its arguments")
+    rest.required = False
+    every, as_module = _without_m(parser, list(sys.argv[1:] if arguments is None else arguments))
+    chosen = parser.parse_args(every)
+    chosen.as_module = as_module
     script_arguments = chosen.args[1:] if chosen.args[:1] == ["--"] else chosen.args
     # argparse may have taken the -- out.
-    every = list(sys.argv[1:] if arguments is None else arguments)
     separated = every[len(every) - len(script_arguments) - 1] == "--"
     try:
         _check(chosen)
@@ -106,6 +110,19 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         return _failed(error, chosen.json)
 
 
+def _without_m(parser: argparse.ArgumentParser, arguments: List[str]) -> Tuple[List[str], bool]:
+    """The arguments without -m, and whether it is among the options, so that SCRIPT is a module."""
+    followed = [name for action in parser._actions if action.nargs is None for name in action.option_strings]
+    at = 0
+    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "--":
+        option = arguments[at]
+        if option == "-m":
+            return arguments[:at] + arguments[at + 1 :], True
+        takes_value = any(name == option or option[:2] == "--" and name.startswith(option) for name in followed)
+        at += 2 if takes_value else 1
+    return arguments, False
+
+
 def _failed(error: Exception, as_json: bool) -> int:
     print(f"{getattr(error, 'detail', '')}error: {error}", file=sys.stderr)
     if as_json:
@@ -115,7 +132,10 @@ def _failed(error: Exception, as_json: bool) -> int:
 
 def _check(chosen: Any) -> None:
     """What can be wrong is said before the script runs, which may take long."""
-    if not Path(chosen.script).is_file():
+    if chosen.as_module:
+        if importlib.util.find_spec(chosen.script.partition(".")[0]) is None:
+            raise Error(f"{chosen.script}: there is no such module")
+    elif not Path(chosen.script).is_file():
         raise Error(f"{chosen.script}: there is no such file")
     for name in ("steps", "gpus", "world_size"):
         if getattr(chosen, name) is not None and getattr(chosen, name) < 1:
@@ -180,7 +200,7 @@ def _predicted(chosen: Any, arguments: List[str], out: Optional[str]) -> Any:
     settings = chosen.settings if chosen.settings else None
     before = sys.argv, sys.path[0], sys.stdout
     sys.argv = [chosen.script, *arguments]
-    sys.path[0] = str(Path(chosen.script).resolve().parent)
+    sys.path[0] = os.getcwd() if chosen.as_module else str(Path(chosen.script).resolve().parent)
     if chosen.json:
         sys.stdout = sys.stderr
     try:
@@ -198,7 +218,10 @@ def _predicted(chosen: Any, arguments: List[str], out: Optional[str]) -> Any:
         ) as run:
             run.recorder.on_swallowed = lambda: _leave(chosen, run, before[2])
             try:
-                runpy.run_path(chosen.script, run_name="__main__")
+                if chosen.as_module:
+                    runpy.run_module(chosen.script, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(chosen.script, run_name="__main__")
             except (PredictionError, StopRecording, Ended, KeyboardInterrupt):
                 raise
             except torch.OutOfMemoryError as error:
@@ -295,6 +318,7 @@ def _sweep(chosen: Any, arguments: List[str]) -> int:
                 command += ["--settings", text]
             for text in chosen.assume:
                 command += ["--assume", text]
+            command += ["-m"] if chosen.as_module else []
             command += [chosen.script, "--", *replaced(arguments, name, value)]
             if not chosen.quiet:
                 print(f"{name}={value} …", file=sys.stderr, flush=True)

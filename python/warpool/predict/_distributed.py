@@ -16,7 +16,7 @@ class Place:
 
     def __init__(self, rank: Optional[int], world_size: Optional[int], gpus: Optional[int]) -> None:
         environment = os.environ
-        # Several cards alone may be for one process, such as with DataParallel.
+        # Several cards alone may be for one process, such as a model of which each has some layers.
         self.asked = world_size is not None or rank is not None
         self.rank = int(environment.get("RANK", 0)) if rank is None else rank
         if world_size is None:

@@ -9,7 +9,9 @@ import importlib.util
 import math
 import os
 import re
+import sys
 import sysconfig
+import threading
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -124,6 +126,8 @@ def patch(patches: Patches, recorder: Any, card: _cards.Card, devices: int, work
     _patch_modules(patches, recorder)
     _patch_functions(patches, recorder, card)
     _patch_data(patches, recorder, worker)
+    _patch_script(patches, recorder)
+    _patch_threads(patches, recorder)
 
 
 def _patch_cuda(patches: Patches, recorder: Any, card: _cards.Card, devices: int) -> None:
@@ -453,6 +457,18 @@ def _patch_functions(patches: Patches, recorder: Any, card: _cards.Card) -> None
         patches.set(distributed, "_verify_param_shape_across_processes", lambda *_, **__: True)
 
     _saved.patch(patches, recorder)
+    replicas = torch.nn.DataParallel.__init__
+
+    def one_replica(module: Any, *args: Any, **options: Any) -> None:
+        replicas(module, *args, **options)
+        if len(getattr(module, "device_ids", ())) > 1:
+            line = recorder.assumptions.given()[1]
+            raise recorder.assumptions_error(
+                f"{line}: DataParallel over several GPUs is not predicted: use DistributedDataParallel and "
+                "--world-size, or give it one GPU"
+            )
+
+    patches.set(torch.nn.DataParallel, "__init__", one_replica)
 
     def compile(model: Any = None, **options: Any) -> Any:
         recorder.remarks.add(
@@ -496,6 +512,41 @@ def _patch_profiler(patches: Patches, recorder: Any) -> None:
         init(profiler, enabled, **{**options, "use_cuda": False, "use_device": None, "use_cpu": True})
 
     patches.set(profile, "__init__", init_on_host)
+
+
+def _patch_script(patches: Patches, recorder: Any) -> None:
+    """TorchScript runs eagerly: PyTorch's own switch for that. What was compiled before is not fused, for which its
+    interpreter would need a driver."""
+    state = importlib.import_module("torch.jit._state")._enabled
+    patches.set(state, "enabled", False)
+    fuses = torch._C._jit_texpr_fuser_enabled()
+    torch._C._jit_set_texpr_fuser_enabled(False)
+    patches.on_undo(lambda: torch._C._jit_set_texpr_fuser_enabled(fuses))
+
+    def unchanged(original: Any) -> Any:
+        def left_out(*args: Any, **options: Any) -> Any:
+            # Not where PyTorch compiles functions of its own, such as at the import of torch.distributed.optim.
+            if not sys._getframe(1).f_code.co_filename.startswith(hidden_files()[0]):
+                recorder.remarks.add("TorchScript was left out: the program ran eagerly")
+            return original(*args, **options)
+
+        return left_out
+
+    for name in ("script", "trace"):
+        patches.set(torch.jit, name, unchanged(getattr(torch.jit, name)))
+    for name in ("freeze", "optimize_for_inference"):
+        patches.set(torch.jit, name, unchanged(lambda module, *_, **__: module))
+
+
+def _patch_threads(patches: Patches, recorder: Any) -> None:
+    """A thread that the program starts is predicted too: modes of operators are of one thread."""
+    run = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def run_predicted(thread: threading.Thread) -> None:
+        with recorder.in_thread():
+            run(thread)
+
+    patches.set(threading.Thread, "_bootstrap_inner", run_predicted)
 
 
 def _patch_triton(patches: Patches, recorder: Any) -> None:

@@ -9,10 +9,11 @@ weak reference to the storage, so C++ decides as on a GPU. Operators on small te
   in a twin on the host (`_values.py`). For others see `_assume.py`.
 """
 
+import contextlib
 import sys
 import threading
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     in_kernel_invocation_manager,
 )
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _assume, _outside, _values, calls, operators
@@ -31,6 +33,7 @@ from ._recurrent import SHAPES
 aten = torch.ops.aten
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _DEVICE = torch.ops.prim.device.default
+_NO_DEVICE: Any = getattr(torch, "AcceleratorError", RuntimeError)
 
 # Larger tensors of the host have no memory.
 HOST_BYTES = 1 << 20
@@ -149,10 +152,31 @@ class Recorder(TorchDispatchMode):
         self._kinds: Dict[Any, _Kind] = {}
         self._special = _special_operators(self)
         self._shapes = Shapes(fake)
+        # How many GPUs the program sees.
+        self.devices = 1
+        # Held for each operator, once the program has started a thread.
+        self._lock: Optional[Any] = None
+
+    @contextlib.contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Logs what the calling thread does, which the program has started."""
+        if self._lock is None:
+            self._lock = threading.RLock()
+        _python_dispatch._push_mode(self)
+        try:
+            yield
+        finally:
+            _python_dispatch._pop_mode()
 
     # Every operator.
 
     def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._lock is None:
+            return self._dispatched(func, types, args, kwargs)
+        with self._lock:
+            return self._dispatched(func, types, args, kwargs)
+
+    def _dispatched(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if self.ending is not None:
@@ -405,6 +429,10 @@ class Recorder(TorchDispatchMode):
             return
         size = storage.nbytes() if size is None else size
         device = tensor.fake_device.index or 0
+        if device >= self.devices:
+            raise _NO_DEVICE(
+                f"CUDA error: invalid device ordinal (cuda:{device}; the prediction has {self.devices}: see --gpus)"
+            )
         self._adopted(storage, self.log.alloc(size, device, self.stream(device), stack) if size else None)
 
     def _adopted(self, storage: Any, block: Optional[Block]) -> None:
@@ -434,6 +462,13 @@ class Recorder(TorchDispatchMode):
             self.log.free(old)
 
     def _died(self, death: "_Death") -> None:
+        if self._lock is None:
+            self._free_dead(death)
+        else:
+            with self._lock:
+                self._free_dead(death)
+
+    def _free_dead(self, death: "_Death") -> None:
         if self.live.get(death.key) is death:
             del self.live[death.key]
             self.values.died(death.key)

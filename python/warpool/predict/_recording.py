@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import re
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +29,9 @@ SETTINGS = ("", "expandable_segments:True", "backend:paged")
 
 # A program that allocates more on one device looks for where memory runs out, or is wrong.
 _ENDLESS = 4 << 40
+
+# What PyTorch wraps around the step of every optimizer, and calls hooks from.
+_STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 
 _active: List["Run"] = []
 
@@ -66,6 +70,7 @@ class Run:
         # Its cache gives some results a storage of their own that are views.
         fake.cache_enabled = False
         self.recorder = _recorder.Recorder(fake, self.log, _table(card), _assume.Assumptions())
+        self.recorder.devices = devices
         self.recorder.remarks = set()
         self.recorder.assumptions_error = _assume.PredictionError
         self.recorder.on_operator = self._look if progress is not None else None
@@ -106,6 +111,16 @@ class Run:
     def _failed(self, error: "_assume.PredictionError") -> None:
         if self.error is None:
             self.error = self.recorder.ending = error
+
+    def optimizer_step(self) -> None:
+        """An optimizer has made a step: an iteration, unless another one called it, such as one that wraps it."""
+        frame: Any = sys._getframe(1)
+        calls = 0
+        while frame is not None:
+            calls += frame.f_code is _STEP_CODE
+            frame = frame.f_back
+        if calls <= 1:
+            self.step()
 
     def step(self) -> None:
         """An iteration has ended: called by optimizers, or by the program itself."""
@@ -191,7 +206,9 @@ def recording(
         raise _library.OptionError(f"out_of_memory: '{out_of_memory}' is neither 'continue' nor 'raise'")
     place = _distributed.Place(rank, world_size, gpus)
     if not 0 <= place.rank < place.world_size:
-        raise _library.OptionError(f"rank: {place.rank} is not below the world size of {place.world_size}")
+        raise _library.OptionError(
+            f"rank: {place.rank} is not one of a world size of {place.world_size}: they are 0 to {place.world_size - 1}"
+        )
     gpus = place.gpus
     size = size_option("capacity", capacity)
     size = _bytes(size) if size is not None else None
@@ -207,7 +224,7 @@ def recording(
     patches = _patches.Patches()
     _patches.answer_for_hooks()
     lifts = torch._C._only_lift_cpu_tensors()
-    hook = register_optimizer_step_post_hook(lambda *_: run.step())
+    hook = register_optimizer_step_post_hook(lambda *_: run.optimizer_step())
     _active.append(run)
     _assume.on_error = run._failed
     ended = False
@@ -326,11 +343,13 @@ def _bytes(size: Any) -> int:
     """A size in bytes, from a number or a text with its unit."""
     if isinstance(size, int):
         return size
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT])(i?)B\s*", size)
+    if re.fullmatch(r"\s*[0-9]+\s*", size):
+        raise _library.OptionError(f"'{size}' has no unit: write {size.strip()}GiB or {size.strip()}B")
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B\s*", size)
     if found is None:
-        raise _library.OptionError(f"'{size}' is not a size: write a number of bytes, or a text such as '20GiB'")
+        raise _library.OptionError(f"'{size}' is not a size: write one such as 20GiB")
     number, prefix, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** (1 + "KMGT".index(prefix)))
+    return int(float(number) * (1024 if binary else 1000) ** (1 + "KMGT".index(prefix) if prefix else 0))
 
 
 def leave() -> None:
