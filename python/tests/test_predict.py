@@ -282,6 +282,19 @@ class Streams(unittest.TestCase):
 
         self.assertEqual(asked(program), ["a0 4K s1", "a1 8K"])
 
+    def test_streams_of_any_device_are_those_of_cuda(self) -> None:
+        def program() -> Any:
+            stream, event = torch.Stream(device="cuda"), torch.Event(device="cuda", enable_timing=True)
+            with stream:
+                x = floats(4)
+                event.record(stream)
+            torch.accelerator.current_stream().wait_event(event)
+            event.synchronize()
+            self.assertIsInstance(torch.cuda.current_stream(), torch.Stream)
+            return x, floats(8)
+
+        self.assertEqual(asked(program), ["a0 4K s1", "a1 8K"])
+
     def test_recorded_use_delays_the_free(self) -> None:
         def program(wait: bool) -> None:
             with torch.cuda.stream(torch.cuda.Stream()):
@@ -658,6 +671,30 @@ class Surroundings(unittest.TestCase):
             with self.subTest(text), self.assertRaisesRegex(PredictionError, f"{text}.* not predicted"):
                 recorded(program, gpus=2)
 
+    def test_one_of_the_processes_that_are_spawned_is_predicted(self) -> None:
+        import torch.distributed as dist
+        import torch.multiprocessing as mp
+
+        seen = []
+
+        def worker(rank: int, world_size: int, kib: int) -> None:
+            dist.init_process_group("nccl", rank=rank, world_size=world_size)
+            torch.cuda.set_device(rank)
+            model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64).cuda(), device_ids=[rank])
+            model(floats(kib).view(-1, 64)).sum().backward()
+            seen.append((dist.get_rank(), dist.get_world_size(), next(model.parameters()).device.index))
+
+        def program() -> None:
+            count = torch.cuda.device_count()
+            self.assertIsNone(mp.spawn(worker, args=(count, 16), nprocs=count))
+            dist.destroy_process_group()
+            self.assertTrue(mp.spawn(worker, (count, 16), count, join=False).join())
+
+        found = recorded(program, gpus=4)
+        self.assertIn("torch.multiprocessing.spawn: process 0 of 4 was predicted", found.recorder.remarks)
+        recorded(program, rank=2, world_size=4)
+        self.assertEqual(seen, [(0, 4, 0)] * 2 + [(2, 4, 2)] * 2)
+
     def test_rank_of_a_distributed_program(self) -> None:
         import torch.distributed as dist
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -1004,6 +1041,9 @@ class Command(unittest.TestCase):
                 self.assertIn("failed", json.loads(done.stdout)["error"])
         done = self.run_command(script="import sys, torch\ntorch.ones(1).cuda()\nsys.exit('needs 2 GPUs')\n")
         self.assertEqual((done.returncode, "needs 2 GPUs" in done.stderr, done.stdout), (2, True, ""))
+        done = self.run_command("--json", script="import torch\ntorch.ones(1).cuda()\nraise KeyboardInterrupt\n")
+        self.assertEqual((done.returncode, done.stderr), (130, "error: interrupted: no prediction\n"))
+        self.assertEqual(json.loads(done.stdout)["error"], "interrupted: no prediction")
         done = self.run_command(script="print('hello')\n")
         self.assertEqual((done.returncode, "never used CUDA" in done.stderr), (2, True))
 
@@ -1046,6 +1086,8 @@ class Command(unittest.TestCase):
             self.assertEqual(len(done.stderr.strip().splitlines()), 1, done.stderr)
         done = subprocess.run([sys.executable, "-m", "warpool", "predict", "none.py"], capture_output=True, text=True)
         self.assertEqual((done.returncode, "no such file" in done.stderr), (2, True))
+        done = subprocess.run([sys.executable, "-m", "warpool", "predict", str(HERE)], capture_output=True, text=True)
+        self.assertEqual((done.returncode, "is a folder" in done.stderr), (2, True))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,10 @@ never used CUDA, or needs a value. With --sweep: 0 if any value fits, 1 if none 
 """
 
 
+# The exit status of a command that was interrupted, as shells have it.
+_INTERRUPTED = 130
+
+
 class _NoPrediction(Error):
     """There is no prediction; `detail` is printed before the text."""
 
@@ -108,6 +112,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         return _shown(chosen, report)
     except (Error, OSError) as error:
         return _failed(error, chosen.json)
+    except KeyboardInterrupt:
+        _failed(Error("interrupted: no prediction"), chosen.json)
+        return _INTERRUPTED
 
 
 def _without_m(parser: argparse.ArgumentParser, arguments: List[str]) -> Tuple[List[str], bool]:
@@ -135,6 +142,8 @@ def _check(chosen: Any) -> None:
     if chosen.as_module:
         if importlib.util.find_spec(chosen.script.partition(".")[0]) is None:
             raise Error(f"{chosen.script}: there is no such module")
+    elif Path(chosen.script).is_dir():
+        raise Error(f"{chosen.script} is a folder: name a script, or -m MODULE")
     elif not Path(chosen.script).is_file():
         raise Error(f"{chosen.script}: there is no such file")
     for name in ("steps", "gpus", "world_size"):

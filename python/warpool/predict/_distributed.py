@@ -6,6 +6,7 @@ were asked for, or those of torchrun's variables in the environment.
 
 import importlib
 import os
+import types
 from typing import Any, Dict, List, Optional
 
 import torch
@@ -42,6 +43,7 @@ def patch(patches: Any, recorder: Any, place: Place) -> None:
     if place.asked:
         for name, value in place.variables().items():
             _set_variable(patches, name, value)
+    _patch_spawn(patches, recorder, place)
     dist = torch.distributed
     if not dist.is_available():
         return
@@ -98,6 +100,19 @@ def patch(patches: Any, recorder: Any, place: Place) -> None:
         ):
             if hasattr(module, name):
                 patches.set(module, name, function)
+
+
+def _patch_spawn(patches: Any, recorder: Any, place: Place) -> None:
+    """`torch.multiprocessing.spawn` of a process for each GPU: one of them runs, in this process."""
+
+    def spawn(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any) -> Any:
+        number = place.rank % max(nprocs, 1)
+        recorder.remarks.add(f"torch.multiprocessing.spawn: process {number} of {nprocs} was predicted")
+        fn(number, *args)
+        return None if join else types.SimpleNamespace(join=lambda *_, **__: True, processes=[], pids=lambda: [])
+
+    for name in ("spawn", "start_processes"):
+        patches.set(importlib.import_module("torch.multiprocessing"), name, spawn)
 
 
 def _set_variable(patches: Any, name: str, value: str) -> None:

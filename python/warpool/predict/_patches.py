@@ -153,6 +153,8 @@ def _patch_cuda(patches: Patches, recorder: Any, card: _cards.Card, devices: int
         patches.set(cuda.random, name, made["cuda"][name])
     for name in ("Stream", "Event"):
         patches.set(cuda.streams, name, made["cuda"][name])
+        # Those of any device; the host has none.
+        patches.set(torch, name, made["cuda"][name])
     patches.set(torch._C, "_cuda_clearCublasWorkspaces", recorder.free_kept)
     patches.set(torch._C, "_cuda_getDeviceCount", lambda: devices)
     patches.set(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
