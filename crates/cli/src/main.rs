@@ -88,6 +88,8 @@ enum Command {
     Man(shell::ManArgs),
     #[command(name = peer::NAME, hide = true)]
     Peer(peer::Args),
+    #[command(name = top::demo::NAME, hide = true)]
+    Page(top::demo::Args),
 }
 
 fn main() -> ExitCode {
@@ -125,6 +127,7 @@ fn main() -> ExitCode {
         Command::Completions(args) => shell::completions(&args, &Cli::command(), &mut Output::stdout(false)),
         Command::Man(_) => shell::man(&Cli::command(), &mut Output::stdout(false)),
         Command::Peer(args) => peer::run(&args),
+        Command::Page(args) => top::demo::run(&args),
     };
     match result {
         Ok(Verdict::Success) => ExitCode::SUCCESS,

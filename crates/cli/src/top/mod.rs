@@ -3,6 +3,7 @@
 //! metrics; here are arguments, the terminal and the server.
 
 mod app;
+pub mod demo;
 mod screen;
 mod serve;
 mod table;
