@@ -58,6 +58,10 @@ fn turns(
     }
 }
 
+/// The columns of counters in detail, and those of memory by tag, pool and stream.
+const COUNTER_WIDTH: u16 = 37;
+const USAGE_WIDTH: u16 = 74;
+
 /// Draws everything.
 pub fn draw(frame: &mut Frame<'_>, app: &App) {
     let rows = app.rows();
@@ -111,9 +115,12 @@ fn draw_cards(frame: &mut Frame<'_>, cards: &[Card], area: Rect) {
         // Without the driver's word, what the processes reserved is the least that is used.
         let used = card.bytes_used.unwrap_or(card.bytes_reserved).min(card.bytes_total);
         let elsewhere = card.bytes_elsewhere().map_or_else(|| "unknown".to_owned(), size::format);
+        let uuid = card.uuid.to_string();
         let label = format!(
-            "{}: {} reserved, {} asleep, {elsewhere} elsewhere, of {}",
+            "{} {}: {} reserved, {} asleep, {elsewhere} elsewhere, of {}",
             printable(&card.name),
+            // The end, in which cards of one machine differ.
+            uuid.get(uuid.len().saturating_sub(4)..).unwrap_or_default(),
             size::format(card.bytes_reserved),
             size::format(card.bytes_asleep),
             size::format(card.bytes_total)
@@ -175,9 +182,12 @@ fn draw_detail(frame: &mut Frame<'_>, app: &App, row: &BoardRow<'_>, area: Rect)
         Layout::vertical([Constraint::Length(6), Constraint::Length(1), Constraint::Min(1)]).areas(inside);
     draw_history(frame, app, row, history);
     frame.render_widget(Line::from(oom_text(values.last_oom.as_ref())), oom);
-    let [left, right] = Layout::horizontal([Constraint::Length(46), Constraint::Min(1)]).areas(rest);
+    // Counters in two columns where there is room for them beside the memory by tag, pool and stream.
+    let columns = if rest.width >= 2 * COUNTER_WIDTH + USAGE_WIDTH { 2 } else { 1 };
+    let width = COUNTER_WIDTH * u16::try_from(columns).unwrap_or(1);
+    let [left, right] = Layout::horizontal([Constraint::Length(width), Constraint::Min(1)]).areas(rest);
     let counters = values.counters.named();
-    let shown = counters.iter().filter(|(name, _)| *name != "read_us").map(|&(name, value)| {
+    let counters = counters.iter().filter(|(name, _)| *name != "read_us").map(|&(name, value)| {
         let text = match (name, value) {
             ("bytes_limit" | "bytes_device_free", u64::MAX) => "-".to_owned(),
             (name, value) if name.starts_with("bytes_") => size::format(value),
@@ -186,7 +196,11 @@ fn draw_detail(frame: &mut Frame<'_>, app: &App, row: &BoardRow<'_>, area: Rect)
         let name = name.strip_prefix("bytes_").unwrap_or(name).replace('_', " ");
         Row::new([Cell::from(name), Cell::from(Line::from(text).right_aligned())])
     });
-    frame.render_widget(Table::new(shown, [Constraint::Length(26), Constraint::Length(18)]), left);
+    let counters: Vec<Row<'_>> = counters.collect();
+    let columns = counters.chunks(counters.len().div_ceil(columns)).zip(left_to_right(left, columns));
+    for (counters, area) in columns {
+        frame.render_widget(Table::new(counters.to_vec(), [24, 10].map(Constraint::Length)), area);
+    }
     let usage = values.rows.iter().map(|row| {
         let name = row.of.name().unwrap_or_else(|| "(others)".to_owned());
         let bytes = [row.bytes_reserved, row.bytes_allocated, row.bytes_asleep, row.bytes_elastic];
@@ -197,6 +211,11 @@ fn draw_detail(frame: &mut Frame<'_>, app: &App, row: &BoardRow<'_>, area: Rect)
     let widths = [6, 20, 11, 11, 11, 11].map(Constraint::Length);
     let header = Row::new(["of", "name", "reserved", "allocated", "asleep", "elastic"]).style(bold());
     frame.render_widget(Table::new(usage, widths).header(header), right);
+}
+
+/// Parts of an area, beside each other.
+fn left_to_right(area: Rect, count: usize) -> Vec<Rect> {
+    Layout::horizontal(vec![Constraint::Fill(1); count]).split(area).to_vec()
 }
 
 /// Reserved and allocated bytes of the last readings, the newest at the right.
