@@ -158,15 +158,15 @@ pub fn metrics(board: &Board) -> String {
             }
         }
     }
-    let cards: [(&str, fn(&Card) -> Option<u64>); 3] = [
-        ("warpool_card_total_bytes", |card| Some(card.bytes_total)),
-        ("warpool_card_used_bytes", |card| card.bytes_used),
-        ("warpool_card_elsewhere_bytes", Card::bytes_elsewhere),
-    ];
-    for (name, of) in cards {
+    for name in ["warpool_card_total_bytes", "warpool_card_used_bytes", "warpool_card_elsewhere_bytes"] {
         let _ = writeln!(text, "# TYPE {name} gauge");
         for card in &board.cards {
-            if let Some(value) = of(card) {
+            let value = match name {
+                "warpool_card_total_bytes" => Some(card.bytes_total),
+                "warpool_card_used_bytes" => card.bytes_used,
+                _ => card.bytes_elsewhere(),
+            };
+            if let Some(value) = value {
                 let _ = writeln!(text, "{name}{{uuid=\"{}\",card=\"{}\"}} {value}", card.uuid, escaped(&card.name));
             }
         }

@@ -3,18 +3,27 @@
 
 use std::sync::{Arc, OnceLock};
 
+use warpool::Instance;
+use warpool::memory::{DeviceAllocator, HostAllocator};
 use warpool::share::{PageDirectory, PageOptions, PublishOptions, Publisher, TagSource};
 
 use crate::environment::Publish;
-use crate::runtime::{self, Runtime};
 
 /// Never dropped, as the runtime. In a forked child it is the parent's, and does nothing.
 static PUBLISHER: OnceLock<Publisher> = OnceLock::new();
 
-/// Publishes the page of the process's runtime.
-pub(crate) fn start(runtime: &Runtime, how: &Publish) {
+/// What is published of the process's runtime.
+pub(crate) struct Published<'a> {
+    pub(crate) instance: &'a Instance,
+    pub(crate) allocator: &'a Arc<dyn DeviceAllocator>,
+    pub(crate) host: &'a HostAllocator,
+    pub(crate) tags: TagSource,
+}
+
+/// Publishes its page.
+pub(crate) fn start(published: Published<'_>, how: &Publish) {
     if how.is_on {
-        match publish(runtime, how) {
+        match publish(published, how) {
             // A child that was forked before its own start has none.
             Ok(publisher) => drop(PUBLISHER.set(publisher)),
             Err(error) => tracing::warn!("warpool top does not show this process: {error}"),
@@ -22,17 +31,13 @@ pub(crate) fn start(runtime: &Runtime, how: &Publish) {
     }
 }
 
-fn publish(runtime: &Runtime, how: &Publish) -> warpool::Result<Publisher> {
+fn publish(published: Published<'_>, how: &Publish) -> warpool::Result<Publisher> {
+    let Published { instance, allocator, host, tags } = published;
     let folder = how.folder.clone().unwrap_or_else(PageDirectory::default_path);
     let options = PageOptions { command: command() };
-    let page = Arc::new(PageDirectory::open(&folder)?.publish(runtime.instance(), &options)?);
-    let tags: TagSource = Arc::new(|| runtime::started().map(Runtime::tags).unwrap_or_default());
-    let options = PublishOptions {
-        accepts_limits: how.accepts_limits,
-        host: Some(runtime.pinned.allocator().clone()),
-        tags: Some(tags),
-    };
-    Publisher::start(&page, runtime.shared_allocator(), options)
+    let page = Arc::new(PageDirectory::open(&folder)?.publish(instance, &options)?);
+    let options = PublishOptions { accepts_limits: how.accepts_limits, host: Some(host.clone()), tags: Some(tags) };
+    Publisher::start(&page, allocator, options)
 }
 
 /// The command line of this process, with the program's name without its folder.

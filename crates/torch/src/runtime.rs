@@ -30,7 +30,7 @@ use crate::captures::Captures;
 use crate::elastic::ProcessElastic;
 use crate::environment;
 use crate::error::{Error, Result};
-use crate::publish;
+use crate::publish::{self, Published};
 use crate::stacks::{self, Stacks};
 use crate::streams::StreamTable;
 use crate::tags::ProcessTags;
@@ -128,7 +128,13 @@ fn start(backend: Backend) -> Result<&'static Runtime> {
         let runtime = open(environment::driver()?, backend, environment::settings)?;
         || runtime
     });
-    publish::start(runtime, &how);
+    let published = Published {
+        instance: &runtime.instance,
+        allocator: &runtime.allocator,
+        host: runtime.pinned.allocator(),
+        tags: Arc::new(|| started().map(Runtime::tags).unwrap_or_default()),
+    };
+    publish::start(published, &how);
     Ok(runtime)
 }
 
@@ -240,11 +246,6 @@ impl Runtime {
     #[inline]
     pub fn allocator(&self) -> &dyn DeviceAllocator {
         &*self.allocator
-    }
-
-    /// The same, to share it.
-    pub(crate) fn shared_allocator(&self) -> &Arc<dyn DeviceAllocator> {
-        &self.allocator
     }
 
     /// The device with that index.

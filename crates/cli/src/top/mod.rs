@@ -101,7 +101,13 @@ pub fn run(args: &Args, output: &mut Output) -> Result<Verdict> {
 /// Where boards come from.
 struct Source {
     pages: PageDirectory,
-    driver: Option<(Arc<dyn Driver>, Vec<(DeviceId, DeviceProperties)>)>,
+    driver: Option<OpenDriver>,
+}
+
+/// The driver of `--driver`, with its devices.
+struct OpenDriver {
+    driver: Arc<dyn Driver>,
+    devices: Vec<(DeviceId, DeviceProperties)>,
 }
 
 impl Source {
@@ -113,7 +119,7 @@ impl Source {
         let driver = driver::open(name, &args.sim, 0)?;
         let devices = (0..driver.device_count()?).map(DeviceId);
         let devices = devices.map(|device| Ok((device, driver.device_properties(device)?))).collect::<Result<_>>()?;
-        Ok(Self { pages, driver: Some((driver, devices)) })
+        Ok(Self { pages, driver: Some(OpenDriver { driver, devices }) })
     }
 
     /// Fresh values of every process.
@@ -121,7 +127,7 @@ impl Source {
         let listing = self.pages.list()?;
         listing.refresh(ANSWER);
         let mut board = Board::read(listing);
-        if let Some((driver, devices)) = &self.driver {
+        if let Some(OpenDriver { driver, devices }) = &self.driver {
             for (device, properties) in devices {
                 board.add_driver(properties.uuid, &properties.name, driver.mem_info(*device)?, now_us());
             }

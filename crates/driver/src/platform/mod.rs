@@ -2,6 +2,24 @@
 //! words that processes share. The rest of the crates compiles for every target without conditions, a browser
 //! (`wasm32-unknown-unknown`) included.
 //!
+//! Words that processes share, as `warpool` uses them:
+//!
+//! ```
+//! use warpool_driver::platform::{Opened, SharedWords, private_directory, shared_memory_directory, user_id};
+//!
+//! # fn main() -> std::io::Result<()> {
+//! # if cfg!(not(any(target_os = "linux", target_os = "macos"))) { return Ok(()) }
+//! let folder = shared_memory_directory().join(format!("example-{}-{}", user_id()?, std::process::id()));
+//! private_directory(&folder)?;
+//! let words = SharedWords::create(&folder.join("words"), 8)?;
+//! words.words()[0].store(7, std::sync::atomic::Ordering::Relaxed);
+//! // Another process gets `Opened::Words`.
+//! assert!(matches!(SharedWords::open(&folder.join("words"), 1..=8)?, Opened::Own));
+//! drop(words); // removes the file
+//! # std::fs::remove_dir(&folder)
+//! # }
+//! ```
+//!
 //! Where something is missing, this module has the nearest thing that keeps the promise of its documentation; nothing
 //! here panics.
 

@@ -189,8 +189,8 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
     /// Resets the accumulated statistics to 0.
     fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()>;
 
-    /// How a device's memory is used. Changes nothing, makes no driver call, and appears in no history: for readers that
-    /// come often. By default the statistics alone.
+    /// How a device's memory is used. Changes nothing, makes no driver call, and appears in no history: for readers
+    /// that come often. By default the statistics alone.
     fn usage(&self, device: DeviceId) -> Result<Usage> {
         Ok(Usage { stats: self.stats(device)?, ..Usage::default() })
     }

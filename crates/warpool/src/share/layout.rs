@@ -4,7 +4,8 @@
 //! | words of the head | |
 //! |---|---|
 //! | 0 | the magic number, written last |
-//! | 1 to 7 | version of the layout, words of the page, process id, number that identifies the page, time of its making, devices, flags |
+//! | 1 to 3 | version of the layout, words of the page, process id |
+//! | 4 to 6 | the number that identifies the page, the time of its making, devices |
 //! | 8 to 15 | the command, in UTF-8 |
 //! | 16 | when a reader last asked for fresh values |
 //!

@@ -5,6 +5,7 @@
 //! use std::sync::Arc;
 //! use warpool::driver::sim::{SimConfig, SimDriver};
 //! use warpool::prelude::*;
+//! use warpool::share::{LEDGER_WORDS, ShareError, now_us};
 //! use warpool::share::{Counters, Listing, OomEvent, PageDirectory, PageOptions, ProcessPage, UsageOf, UsageRow};
 //!
 //! # fn main() -> warpool::Result<()> {
@@ -16,10 +17,15 @@
 //! let options = PageOptions { command: "python train.py".to_owned(), ..PageOptions::default() };
 //! let page: ProcessPage = pages.publish(&instance, &options)?; // until it is dropped, or the process ends
 //! let counters = Counters { bytes_reserved: 20 << 20, ..Counters::default() };
-//! let stream = UsageRow { bytes_reserved: 20 << 20, ..UsageRow::of(UsageOf::Stream(0)) };
+//! let mut stream = UsageRow::of(UsageOf::Stream(0));
+//! stream.bytes_reserved = 20 << 20;
 //! page.write(0, &counters, &[stream]);
-//! let event = OomEvent { bytes_requested: 80 << 30, ..OomEvent::default() };
+//! let mut event = OomEvent::default();
+//! (event.time_us, event.bytes_requested) = (now_us(), 80 << 30);
 //! page.write_oom(0, event);
+//! assert_eq!(page.ledger(0).len(), LEDGER_WORDS);
+//! let refused = PageDirectory::open(&folder.join("missing/folder"));
+//! assert!(matches!(refused, Err(warpool::Error::Share(ShareError::Folder { .. }))));
 //!
 //! let Listing { pages: others, problems } = pages.list()?; // those of other processes
 //! for other in &others {
