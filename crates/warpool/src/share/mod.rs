@@ -27,7 +27,7 @@
 //! let refused = PageDirectory::open(&folder.join("missing/folder"));
 //! assert!(matches!(refused, Err(warpool::Error::Share(ShareError::Folder { .. }))));
 //!
-//! let Listing { pages: others, problems } = pages.list()?; // those of other processes
+//! let Listing { pages: others, problems, .. } = pages.list()?; // those of other processes
 //! for other in &others {
 //!     let identity = other.identity();
 //!     println!("{} {}: {:?}", identity.pid, identity.command, other.read(0));
