@@ -292,23 +292,28 @@ mod target {
     pub enum SharedWords {}
 
     impl SharedWords {
+        /// Makes a file: not here.
         pub fn create(_path: &Path, _count: usize) -> io::Result<Self> {
             unsupported()
         }
 
+        /// Opens a file: not here.
         pub fn open(_path: &Path, _counts: RangeInclusive<usize>) -> io::Result<Opened> {
             unsupported()
         }
 
+        /// The words.
         #[must_use]
         pub fn words(&self) -> &[AtomicU64] {
             match *self {}
         }
 
+        /// Whether the process that made it is alive.
         pub fn has_owner(&self) -> io::Result<bool> {
             match *self {}
         }
 
+        /// Takes the lock again.
         pub fn keep(&self) -> io::Result<bool> {
             match *self {}
         }
