@@ -30,6 +30,7 @@ use crate::captures::Captures;
 use crate::elastic::ProcessElastic;
 use crate::environment;
 use crate::error::{Error, Result};
+use crate::publish::{self, Published};
 use crate::stacks::{self, Stacks};
 use crate::streams::StreamTable;
 use crate::tags::ProcessTags;
@@ -122,8 +123,19 @@ fn start(backend: Backend) -> Result<&'static Runtime> {
     // Fails if the process has a subscriber already; that one is kept.
     let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(LevelFilter::WARN);
     let _ = log.without_time().log_internal_errors(false).try_init();
-    let runtime = open(environment::driver()?, backend, environment::settings)?;
-    Ok(RUNTIME.get_or_init(|| runtime))
+    let how = environment::publish()?;
+    let runtime = RUNTIME.get_or_init({
+        let runtime = open(environment::driver()?, backend, environment::settings)?;
+        || runtime
+    });
+    let published = Published {
+        instance: &runtime.instance,
+        allocator: &runtime.allocator,
+        host: runtime.pinned.allocator(),
+        tags: Arc::new(|| started().map(Runtime::tags).unwrap_or_default()),
+    };
+    publish::start(published, &how);
+    Ok(runtime)
 }
 
 /// A runtime with the settings of `settings`, which is called with the backend to use if the settings name none. If a

@@ -6,6 +6,8 @@ mod ranks;
 mod replay;
 mod soak;
 mod streams;
+#[cfg(unix)]
+mod top;
 mod view;
 
 use std::process::{Command, Output};

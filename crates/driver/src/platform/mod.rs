@@ -1,5 +1,24 @@
-//! What targets have and others lack: a clock, anonymous memory mappings, file descriptors, process ids, `fork`. The
-//! rest of the crates compiles for every target without conditions, a browser (`wasm32-unknown-unknown`) included.
+//! What targets have and others lack: a clock, anonymous memory mappings, file descriptors, process ids, `fork`,
+//! words that processes share. The rest of the crates compiles for every target without conditions, a browser
+//! (`wasm32-unknown-unknown`) included.
+//!
+//! Words that processes share, as `warpool` uses them:
+//!
+//! ```
+//! use warpool_driver::platform::{Opened, SharedWords, private_directory, shared_memory_directory, user_id};
+//!
+//! # fn main() -> std::io::Result<()> {
+//! # if cfg!(not(any(target_os = "linux", target_os = "macos"))) { return Ok(()) }
+//! let folder = shared_memory_directory().join(format!("example-{}-{}", user_id()?, std::process::id()));
+//! private_directory(&folder)?;
+//! let words = SharedWords::create(&folder.join("words"), 8)?;
+//! words.words()[0].store(7, std::sync::atomic::Ordering::Relaxed);
+//! // Another process gets `Opened::Words`.
+//! assert!(matches!(SharedWords::open(&folder.join("words"), 1..=8)?, Opened::Own));
+//! drop(words); // removes the file
+//! # std::fs::remove_dir(&folder)
+//! # }
+//! ```
 //!
 //! Where something is missing, this module has the nearest thing that keeps the promise of its documentation; nothing
 //! here panics.
@@ -11,6 +30,7 @@ mod mapping;
 #[cfg(feature = "sim")]
 mod nameless_file;
 mod process;
+mod shared_words;
 
 pub use clock::Instant;
 pub use descriptor::OwnedFd;
@@ -20,3 +40,4 @@ pub(crate) use nameless_file::{contents, descriptor_of};
 #[cfg(feature = "sim")]
 pub(crate) use process::id as process_id;
 pub(crate) use process::in_forked_child;
+pub use shared_words::{Opened, SharedWords, private_directory, shared_memory_directory, user_id};

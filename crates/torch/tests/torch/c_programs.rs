@@ -10,7 +10,7 @@ use warpool_trace::{ReadOptions, read_file};
 use crate::shared_object::{compiler, crate_folder, has, passed, run, scratch, shared_object, simulated};
 
 /// Compiles `c/<name>.c` into `folder`.
-fn build(name: &str, folder: &Path) -> PathBuf {
+pub fn build(name: &str, folder: &Path) -> PathBuf {
     let library = shared_object();
     let program = folder.join(name);
     run(compiler("cc")

@@ -14,6 +14,8 @@ mod captures;
 mod elastic;
 mod exceptions;
 mod header;
+#[cfg(target_os = "linux")]
+mod publish;
 mod runtime;
 mod shared_object;
 mod sleep;

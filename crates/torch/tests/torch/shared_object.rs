@@ -66,6 +66,7 @@ pub fn simulated(program: &Path) -> Command {
     for variable in ["WARPOOL_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "WARPOOL_SIM"] {
         command.env_remove(variable);
     }
-    command.env("WARPOOL_DRIVER", "sim");
+    let pages = Path::new(env!("CARGO_TARGET_TMPDIR")).join("pages");
+    command.env("WARPOOL_DRIVER", "sim").env("WARPOOL_PAGES", pages);
     command
 }
