@@ -146,6 +146,18 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
     /// the memory of all released private pools. A private pool is trimmed only if it is released.
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64>;
 
+    /// Returns a part of the memory to the driver that was not needed for [`idle_decay_ms`], and the number of bytes:
+    /// 0 if it is too early for the next part, and by default. Waits for nothing. The paged allocator also does this in
+    /// requests that need pages, so only a program that makes none for long has to call it:
+    /// [`BackgroundReclaim`] is a thread that does.
+    ///
+    /// [`idle_decay_ms`]: crate::memory::Settings::idle_decay_ms
+    /// [`BackgroundReclaim`]: crate::memory::BackgroundReclaim
+    fn release_idle(&self, device: DeviceId) -> Result<u64> {
+        let _ = device;
+        Ok(0)
+    }
+
     /// The largest request that could succeed without waiting or releasing anything: the larger of the device's free
     /// memory and the largest cached block.
     fn largest_available(&self, device: DeviceId) -> Result<u64>;

@@ -248,6 +248,7 @@ unsafe impl<D: Decorator> DeviceAllocator for D {
 
     forward! {
         find(ptr: DevicePtr) -> Result<Allocation>;
+        release_idle(device: DeviceId) -> Result<u64>;
         largest_available(device: DeviceId) -> Result<u64>;
         set_memory_fraction(device: DeviceId, fraction: f64) -> Result<()>;
         memory_fraction(device: DeviceId) -> Result<f64>;

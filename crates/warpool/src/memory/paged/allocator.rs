@@ -9,7 +9,7 @@ use super::free::{Fences, result_of};
 use super::heap::Heap;
 use super::last_heap::last_device;
 use super::pending::PendingFrees;
-use super::{PagedAllocator, inactive, naming_backend, reclaim, snapshot};
+use super::{PagedAllocator, decay, inactive, naming_backend, reclaim, snapshot};
 use crate::memory::elastic_range::ElasticRanges;
 use crate::memory::report::StackIds;
 use crate::memory::{
@@ -160,6 +160,15 @@ unsafe impl DeviceAllocator for PagedAllocator {
         let trimmed = reclaim::release_all(paged_device, pool, 0, &details);
         paged_device.report();
         trimmed
+    }
+
+    fn release_idle(&self, device: DeviceId) -> Result<u64> {
+        let device = self.device(device)?;
+        // Without a call stack: the caller is a thread that has nothing to do with the memory.
+        let details = device.timed_details(StackLevel::Never);
+        let released = decay::release_idle(device, &details);
+        device.report();
+        released
     }
 
     fn largest_available(&self, device: DeviceId) -> Result<u64> {

@@ -30,6 +30,7 @@ pub(super) enum Key {
     PinnedDeviceCap,
     FreeBlockOrder,
     MemoryCap,
+    IdleDecay,
 }
 
 /// The properties of a key.
@@ -62,6 +63,10 @@ const fn native(info: KeyInfo) -> KeyInfo {
     KeyInfo { backends: &[Backend::Native], ..info }
 }
 
+const fn paged(info: KeyInfo) -> KeyInfo {
+    KeyInfo { backends: &[Backend::Paged], ..info }
+}
+
 const fn resets(info: KeyInfo) -> KeyInfo {
     KeyInfo { resets: true, ..info }
 }
@@ -77,7 +82,7 @@ const fn alias(info: KeyInfo, alias: &'static str) -> KeyInfo {
 const BOOLEAN: &str = "True or False";
 
 /// All keys, in the order of the enum.
-pub(super) static KEYS: [KeyInfo; 24] = [
+pub(super) static KEYS: [KeyInfo; 25] = [
     key(
         Key::Backend,
         "backend",
@@ -253,6 +258,15 @@ pub(super) static KEYS: [KeyInfo; 24] = [
         "an integer, at least 2",
         "how much of each device may be reserved; Warpool's own key",
     ),
+    paged(unset(
+        key(
+            Key::IdleDecay,
+            "idle_decay_ms",
+            "an integer above 0",
+            "free pages that were not needed for so long return to the driver, a part at a time; Warpool's own key",
+        ),
+        "never",
+    )),
 ];
 
 impl Key {
@@ -311,6 +325,7 @@ impl Key {
             Self::PinnedDeviceCap => pinned.device_cap_bytes.map(mib),
             Self::FreeBlockOrder => Some(settings.free_block_order.name().into()),
             Self::MemoryCap => settings.memory_cap_bytes.map(mib),
+            Self::IdleDecay => settings.idle_decay_ms.map(|millis| millis.to_string()),
         }
     }
 }

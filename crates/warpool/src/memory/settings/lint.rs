@@ -285,7 +285,7 @@ mod tests {
             "expandable_segments:True,expandable_segments_reserve:1.125",
             "pinned_cap_mb:8,pinned_device_cap_mb:8,pinned_reserve_segment_size_mb:8",
             "backend:expandable,large_segment_size_mb:12",
-            "backend:paged,per_process_memory_fraction:0.5,memory_cap_mb:100",
+            "backend:paged,per_process_memory_fraction:0.5,memory_cap_mb:100,idle_decay_ms:5000",
         ];
         for string in quiet {
             assert!(lint(string).is_clean(), "settings {string:?}");
@@ -300,6 +300,7 @@ mod tests {
             "at byte 0: `garbage_collection_threshold`: no effect on expandable segments; remove it, or turn off \
              `expandable_segments`",
         );
+        check_warnings("idle_decay_ms:100", "at byte 0: `idle_decay_ms`: no effect; add `backend:paged`, or remove it");
         check_warnings(
             "max_non_split_rounding_mb:20",
             "at byte 0: `max_non_split_rounding_mb`: no effect while all blocks may be split; add \
@@ -421,7 +422,8 @@ pinned_free_catch_all                 default  False
 pinned_cap_mb                         default  unlimited
 pinned_device_cap_mb                  default  unlimited
 free_block_order                      default  registration
-memory_cap_mb                         kept     64";
+memory_cap_mb                         kept     64
+idle_decay_ms                         default  never";
         assert_eq!(found.to_string(), expected);
 
         let refused = before.lint_update("expandable_segments:on");

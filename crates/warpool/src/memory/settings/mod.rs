@@ -96,6 +96,8 @@ const GIB: u64 = 1 << 30;
 /// - `free_block_order` (registration or address): which of two free blocks of one size is used first; Warpool's own
 ///   key.
 /// - `memory_cap_mb` (an integer, at least 2): how much of each device may be reserved; Warpool's own key.
+/// - `idle_decay_ms` (an integer above 0): free pages that were not needed for so long return to the driver, a part at
+///   a time; Warpool's own key.
 ///
 /// `release_lock_on_hipmalloc` and `pinned_use_hip_host_register` are accepted as aliases.
 ///
@@ -142,6 +144,9 @@ pub struct Settings {
     pub free_block_order: FreeBlockOrder,
     /// How many bytes of each device may be reserved, in addition to the limit by the fraction.
     pub memory_cap_bytes: Option<u64>,
+    /// After how many milliseconds free pages that were not needed return to the driver, a part at a time; `None`:
+    /// never. See [`DeviceAllocator::release_idle`](super::DeviceAllocator::release_idle) for who does it.
+    pub idle_decay_ms: Option<u64>,
 }
 
 /// The settings of pinned host memory.
@@ -248,6 +253,7 @@ impl Default for Settings {
             pinned: PinnedSettings::default(),
             free_block_order: FreeBlockOrder::default(),
             memory_cap_bytes: None,
+            idle_decay_ms: None,
         }
     }
 }

@@ -65,6 +65,7 @@ pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<
         }
         // With less than the smallest segment nothing could be allocated.
         Key::MemoryCap => settings.memory_cap_bytes = Some(size_from(key, value, 2 * MIB)?),
+        Key::IdleDecay => settings.idle_decay_ms = Some(millis(key, value)?),
     }
     Ok(remarks)
 }
@@ -201,6 +202,13 @@ fn threads(key: Key, value: &Value) -> Read<u64> {
     let word = word(key, value)?;
     let threads = integer(key, word)?;
     if threads.is_power_of_two() && threads <= 128 { Ok(threads) } else { Err(invalid(key, word)) }
+}
+
+/// A time of at least a millisecond.
+fn millis(key: Key, value: &Value) -> Read<u64> {
+    let word = word(key, value)?;
+    let millis = integer(key, word)?;
+    if millis > 0 { Ok(millis) } else { Err(invalid(key, word)) }
 }
 
 /// A table of divisions. An entry of a list covers sizes from its MiB up to twice that; the first one also all below,

@@ -41,6 +41,8 @@ impl Fill<'_> {
                     supply.created.push(page);
                     supply.add(page, slots, None);
                     credit = credit.saturating_sub(slots);
+                    // The free pages of the device were too few.
+                    self.table.note_all_needed();
                 }
                 Err(error) if error.code == ErrorCode::OutOfMemory => return Ok(Err(OomCause::Device)),
                 Err(error) => return Err(error.into()),

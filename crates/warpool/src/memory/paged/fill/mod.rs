@@ -24,6 +24,7 @@ use warpool_driver::StreamId;
 
 use crate::defect::Defect;
 use crate::memory::paged::address_space::Location;
+use crate::memory::paged::decay;
 use crate::memory::paged::device::PagedDevice;
 use crate::memory::paged::heap::{Heap, kind_of, rounded};
 use crate::memory::paged::ids::{BlockId, HeapId, PageId};
@@ -177,6 +178,7 @@ impl<'a> Fill<'a> {
         }
         self.table.begin_request();
         look_at_used(self.device, self.table);
+        decay::decay(self.device, self.table, self.details);
         old_mappings::undo_some(self.device, self.table, self.details)?;
         retire::retire_unused(self.device, self.table, heap, self.details)?;
         if self.request.on_oom && !self.request.capturing {
