@@ -78,6 +78,7 @@ fn object(kind: &str, device: DeviceId, properties: &DeviceProperties) -> Value 
     // All fields by name, so that a new one is not forgotten.
     let DeviceProperties {
         name,
+        uuid,
         compute_capability: (major, minor),
         bytes_total,
         multiprocessors,
@@ -97,6 +98,7 @@ fn object(kind: &str, device: DeviceId, properties: &DeviceProperties) -> Value 
         "driver": kind,
         "device": device.0,
         "name": name,
+        "uuid": uuid.to_string(),
         "compute_capability": format!("{major}.{minor}"),
         "bytes_total": bytes_total,
         "multiprocessors": multiprocessors,
@@ -113,11 +115,12 @@ fn object(kind: &str, device: DeviceId, properties: &DeviceProperties) -> Value 
     })
 }
 
-fn rows(properties: &DeviceProperties) -> [(&'static str, String); 13] {
+fn rows(properties: &DeviceProperties) -> [(&'static str, String); 14] {
     let yes = |supported: bool| if supported { "yes" } else { "no" }.to_owned();
     let (major, minor) = properties.compute_capability;
     let peers: Vec<String> = properties.peers.iter().map(ToString::to_string).collect();
     [
+        ("UUID", properties.uuid.to_string()),
         ("compute capability", format!("{major}.{minor}")),
         ("memory", size::format(properties.bytes_total)),
         ("multiprocessors", properties.multiprocessors.to_string()),

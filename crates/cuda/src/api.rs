@@ -100,6 +100,7 @@ api! {
         device_get: cuDeviceGet(*mut CUdevice, c_int);
         device_get_count: cuDeviceGetCount(*mut c_int);
         device_get_name: cuDeviceGetName(*mut c_char, c_int, CUdevice);
+        device_get_uuid: cuDeviceGetUuid_v2(*mut CUuuid, CUdevice);
         device_total_mem: cuDeviceTotalMem_v2(*mut usize, CUdevice);
         device_get_attribute: cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice);
         device_can_access_peer: cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice);

@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
-use warpool_driver::{Call, DeviceId, DeviceProperties, Devices, ErrorCode, Granularity, RawHandle, Result, StreamId};
+use warpool_driver::{
+    Call, DeviceId, DeviceProperties, DeviceUuid, Devices, ErrorCode, Granularity, RawHandle, Result, StreamId,
+};
 
 use crate::api::Api;
 use crate::context::CurrentContext;
@@ -84,6 +86,7 @@ impl Devices for CudaDriver {
         let rdma = can(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)?;
         Ok(DeviceProperties {
             name: self.name_of(site, gpu)?,
+            uuid: self.uuid_of(site, gpu)?,
             compute_capability: self.compute_capability(site, gpu)?,
             bytes_total: self.bytes_total(site, gpu)?,
             multiprocessors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.unsigned_abs(),
@@ -267,6 +270,13 @@ impl CudaDriver {
         site.check(unsafe { (self.api.device_get_name)(name.as_mut_ptr().cast(), name.len() as c_int, gpu.raw) })?;
         let text = CStr::from_bytes_until_nul(&name).map(CStr::to_string_lossy);
         Ok(text.map_or_else(|_| String::from_utf8_lossy(&name).into_owned(), std::borrow::Cow::into_owned))
+    }
+
+    fn uuid_of(&self, site: CallSite<'_>, gpu: &Device) -> Result<DeviceUuid> {
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: CUDA writes the id to `uuid`.
+        site.check(unsafe { (self.api.device_get_uuid)(&raw mut uuid, gpu.raw) })?;
+        Ok(DeviceUuid(uuid.bytes.map(|byte| byte as u8)))
     }
 
     fn bytes_total(&self, site: CallSite<'_>, gpu: &Device) -> Result<u64> {

@@ -35,7 +35,7 @@
 //! - Current device and stream are per thread: [`Device::enter`], [`Stream::enter`], [`MultiStreamGuard`].
 //! - [`prelude`]: the names that most programs use.
 //! - [`memory`]: allocators, pools, settings. [`handle`] and [`blas`]: library handles, and cuBLAS with its workspaces.
-//!   [`generator`]: random numbers. [`graph`]: captures and replays.
+//!   [`generator`]: random numbers. [`graph`]: captures and replays. [`share`]: what other processes see of this one.
 //!
 //! ```
 //! # use std::sync::Arc;
@@ -112,6 +112,7 @@ mod kernels;
 mod launch;
 pub mod memory;
 mod pool_id;
+pub mod share;
 mod steps;
 mod sync;
 pub mod typed;

@@ -57,6 +57,10 @@ fn device_count_includes_the_device(context: &TestContext) -> CheckResult {
 fn properties_are_plausible(context: &TestContext) -> CheckResult {
     let first = context.properties()?;
     expect(!first.name.is_empty(), "the device has a name")?;
+    for other in (0..context.driver.device_count()?).map(DeviceId).filter(|&other| other != context.device_id) {
+        let other = context.driver.device_properties(other)?.uuid;
+        expect(other != first.uuid, "no two devices have one UUID")?;
+    }
     expect(first.compute_capability.0 >= 1, "the device has a compute capability")?;
     expect(first.multiprocessors > 0, "the device has multiprocessors")?;
     expect(

@@ -1,12 +1,33 @@
 //! Devices: properties, primary contexts, the calling thread's current device, peer access.
 
+use std::fmt;
+
 use crate::{DeviceId, RawHandle, Result};
+
+/// The id of a card, or of a part of one (MIG), which is the same in every process of the machine. Ordinals are not:
+/// `CUDA_VISIBLE_DEVICES` changes them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DeviceUuid(pub [u8; 16]);
+
+impl fmt::Display for DeviceUuid {
+    /// As `nvidia-smi -L` shows a card.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("GPU")?;
+        for (index, byte) in self.0.iter().enumerate() {
+            let separator = if matches!(index, 0 | 4 | 6 | 8 | 10) { "-" } else { "" };
+            write!(f, "{separator}{byte:02x}")?;
+        }
+        Ok(())
+    }
+}
 
 /// The properties of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceProperties {
     /// Its product name.
     pub name: String,
+    /// Which card it is.
+    pub uuid: DeviceUuid,
     /// Compute capability, major and minor.
     pub compute_capability: (u32, u32),
     /// The size of its memory.

@@ -27,6 +27,8 @@
 //! let device = DeviceId(0);
 //! // Streams and events.
 //! let properties: DeviceProperties = gpu.device_properties(device)?;
+//! let uuid: DeviceUuid = properties.uuid; // the same in every process of the machine
+//! assert!(uuid.to_string().starts_with("GPU-"));
 //! let range: PriorityRange = gpu.stream_priority_range(device)?;
 //! let stream = gpu.stream_create(device, StreamOptions { priority: range.greatest, ..StreamOptions::default() })?;
 //! let handle: StreamHandle = gpu.stream_handle(stream)?; // what other libraries call it
@@ -107,7 +109,7 @@ mod virtual_memory;
 pub use call::{Call, CaptureRule};
 pub use capture::{CaptureMode, CaptureState, Captures};
 pub use copy::{Copies, Pattern};
-pub use device::{DeviceProperties, Devices};
+pub use device::{DeviceProperties, DeviceUuid, Devices};
 pub use event::{EventOptions, EventScope, Events, IpcEventHandle};
 pub use graph::{ConditionalKind, GraphTopology, Graphs, InstantiateOptions, Node, NodeKind};
 pub use host::{HostMemory, HostOptions};

@@ -1,7 +1,7 @@
 //! Settings of the simulated driver. The defaults describe one H200.
 
 use super::cost::{Latencies, WorkCosts};
-use crate::{DeviceProperties, Library};
+use crate::{DeviceProperties, DeviceUuid, Library};
 
 const MIB: u64 = 1 << 20;
 
@@ -56,6 +56,13 @@ pub enum Timing {
     Model,
 }
 
+/// The same in every process, as those of real cards.
+fn simulated_uuid(device: u32) -> DeviceUuid {
+    let mut bytes = *b"simulated   \0\0\0\0";
+    bytes[12..].copy_from_slice(&device.to_be_bytes());
+    DeviceUuid(bytes)
+}
+
 impl SimDevice {
     /// The H200 on which the costs were measured.
     #[must_use]
@@ -63,6 +70,7 @@ impl SimDevice {
         Self {
             properties: DeviceProperties {
                 name: "Simulated H200".to_owned(),
+                uuid: simulated_uuid(0),
                 compute_capability: (9, 0),
                 bytes_total: 150_109_880_320,
                 multiprocessors: 132,
@@ -117,6 +125,7 @@ impl SimConfig {
         self.devices = (0..count)
             .map(|this| {
                 let mut device = first.clone();
+                device.properties.uuid = simulated_uuid(this);
                 device.properties.peers = (0..count).filter(|&d| d != this).map(crate::DeviceId).collect();
                 device
             })

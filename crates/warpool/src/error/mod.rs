@@ -10,6 +10,7 @@ mod oom;
 mod page_shortage;
 mod pinned_cap;
 mod settings;
+mod share;
 mod size;
 mod sleep;
 
@@ -24,6 +25,7 @@ pub use oom::{OomCause, OomReport};
 pub use page_shortage::PageShortage;
 pub use pinned_cap::PinnedCapReport;
 pub use settings::{Problem, SettingsError, Warning};
+pub use share::ShareError;
 pub use sleep::{SleepCall, SleepFailure, SleepShortage};
 
 use crate::pool_id::MemPoolId;
@@ -493,6 +495,10 @@ pub enum Error {
     /// Wrong use of a generator.
     #[error(transparent)]
     Generator(#[from] GeneratorError),
+
+    /// Pages that processes share cannot be used.
+    #[error(transparent)]
+    Share(#[from] ShareError),
 
     /// The [`Instance`](crate::Instance) is still in use.
     #[error(

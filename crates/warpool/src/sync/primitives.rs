@@ -2,7 +2,7 @@
 //! in place of these (`tests/models`).
 
 pub(crate) use std::hint::spin_loop;
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
 pub(crate) use std::thread_local;
 

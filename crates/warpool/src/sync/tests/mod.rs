@@ -1,3 +1,4 @@
 mod capture_gate;
 pub(crate) mod models;
+mod sequence;
 mod spin_lock;

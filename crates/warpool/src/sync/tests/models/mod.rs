@@ -5,6 +5,9 @@
 #[expect(clippy::duplicate_mod, reason = "built a second time, with other primitives")]
 mod capture_gate;
 pub(crate) mod primitives;
+#[path = "../../sequence.rs"]
+#[expect(clippy::duplicate_mod, reason = "built a second time, with other primitives")]
+mod sequence;
 #[path = "../../spin_lock.rs"]
 #[expect(clippy::duplicate_mod, reason = "built a second time, with other primitives")]
 pub(crate) mod spin_lock;
@@ -16,6 +19,7 @@ use warpool_testing::scaled;
 
 use self::capture_gate::CaptureGate;
 use self::primitives::{Mutex, lock};
+use self::sequence::{OVERHEAD, ReadError, Sequenced};
 use self::spin_lock::SpinLock;
 
 /// Runs a model with many schedules: random ones, and such that differ in few preemptions.
@@ -133,5 +137,34 @@ fn a_typed_call_may_wait_for_an_allocator_that_makes_calls() {
         captures.0.change();
         allocator.join().unwrap();
         typed.join().unwrap();
+    });
+}
+
+/// Two writers after each other write rows whose words are equal; a row with different words would be torn.
+#[test]
+fn a_reader_without_a_lock_sees_no_torn_row() {
+    check(|| {
+        let words: Arc<[AtomicU64; OVERHEAD + 3]> = Arc::default();
+        let writer = {
+            let words = Arc::clone(&words);
+            thread::spawn(move || (1..=3).for_each(|value| Sequenced::new(&*words).write(&[value; 3])))
+        };
+        let mut last = 0;
+        for _ in 0..3 {
+            let mut row = [0; 3];
+            match Sequenced::new(&*words).read(&mut row) {
+                Ok(()) => {
+                    assert!(row == [row[0]; 3] && row[0] >= last, "{row:?} after {last}");
+                    last = row[0];
+                }
+                // The writer did not run meanwhile.
+                Err(ReadError::Busy | ReadError::NeverWritten) => {}
+                Err(ReadError::Damaged) => panic!("a torn row: {row:?}"),
+            }
+        }
+        writer.join().unwrap();
+        let mut row = [0; 3];
+        Sequenced::new(&*words).read(&mut row).unwrap();
+        assert_eq!(row, [3; 3]);
     });
 }

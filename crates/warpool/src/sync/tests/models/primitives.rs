@@ -1,7 +1,7 @@
 //! The same names as in `sync/primitives.rs`, scheduled by `shuttle`.
 
 pub(crate) use shuttle::hint::spin_loop;
-pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard};
 pub(crate) use shuttle::thread_local;
 

@@ -1,0 +1,65 @@
+//! What processes of one user on one machine tell each other: each *publishes* a page of words in a folder of the
+//! user's, with its counters per card; any other may read them at any time, without a lock.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use warpool::driver::sim::{SimConfig, SimDriver};
+//! use warpool::prelude::*;
+//! use warpool::share::{Counters, Listing, OomEvent, PageDirectory, PageOptions, ProcessPage, UsageOf, UsageRow};
+//!
+//! # fn main() -> warpool::Result<()> {
+//! # let folder = std::env::temp_dir().join(format!("warpool-doc-share-{}", std::process::id()));
+//! # if cfg!(not(any(target_os = "linux", target_os = "macos"))) { return Ok(()) }
+//! let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! println!("usually in {}", PageDirectory::default_path().display());
+//! let pages = PageDirectory::open(&folder)?; // made, accessible by the user alone
+//! let options = PageOptions { command: "python train.py".to_owned(), ..PageOptions::default() };
+//! let page: ProcessPage = pages.publish(&instance, &options)?; // until it is dropped, or the process ends
+//! let counters = Counters { bytes_reserved: 20 << 20, ..Counters::default() };
+//! let stream = UsageRow { bytes_reserved: 20 << 20, ..UsageRow::of(UsageOf::Stream(0)) };
+//! page.write(0, &counters, &[stream]);
+//! let event = OomEvent { bytes_requested: 80 << 30, ..OomEvent::default() };
+//! page.write_oom(0, event);
+//!
+//! let Listing { pages: others, problems } = pages.list()?; // those of other processes
+//! for other in &others {
+//!     let identity = other.identity();
+//!     println!("{} {}: {:?}", identity.pid, identity.command, other.read(0));
+//! }
+//! # assert!(others.is_empty() && problems.is_empty());
+//! # drop(page);
+//! # std::fs::remove_dir(&folder).unwrap();
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! - `layout.rs` has the places of the words, `values.rs` what is written there, `page.rs` the page of this process,
+//!   `other.rs` those of others, `directory.rs` the folder. No `unsafe` here: the words come from
+//!   [`warpool_driver::platform`].
+//! - A page belongs to its process as long as that lives, not to children that it forks.
+//! - Whatever is in a file, reading it makes no more than an error: its length is checked before it is mapped, all
+//!   numbers when they are read. (If its user truncates a file *while* it is mapped, the kernel ends the processes that
+//!   access it.)
+//! - A section of each card's words, its *ledger*, is not written here.
+
+mod directory;
+mod layout;
+mod other;
+mod page;
+#[cfg(all(test, any(target_os = "linux", target_os = "macos")))]
+mod tests;
+mod values;
+
+pub use crate::error::ShareError;
+pub use directory::{Listing, PageDirectory, PageProblem};
+pub use layout::LEDGER_WORDS;
+pub use other::{DeviceOfPage, OtherPage, PageIdentity, Reading};
+pub use page::{PageOptions, ProcessPage};
+pub use values::{Counters, DeviceValues, OomEvent, UsageOf, UsageRow};
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The time, in microseconds since 1970.
+pub(crate) fn now_us() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
+}
