@@ -14,7 +14,7 @@ use crate::lock;
 const INTERVAL_UNUSED: Duration = Duration::from_secs(1);
 
 /// A thread that calls [`DeviceAllocator::release_idle`] for all devices, several times within
-/// [`idle_decay_ms`](Settings::idle_decay_ms). It ends when this is dropped, or the allocator.
+/// [`idle_decay_ms`](Settings::idle_decay_ms), and within the time in which pages are given to other processes. It ends when this is dropped, or the allocator.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -66,7 +66,7 @@ impl BackgroundReclaim {
     /// Whether settings give it something to do.
     #[must_use]
     pub fn is_useful(settings: &Settings) -> bool {
-        settings.idle_decay_ms.is_some()
+        settings.idle_decay_ms.is_some() || settings.share.enabled
     }
 }
 
@@ -116,5 +116,12 @@ fn release(allocator: &dyn DeviceAllocator) -> crate::Result<()> {
 fn interval(settings: &Settings) -> Duration {
     const TIMES: u32 = 8;
     let decay = settings.idle_decay_ms.map(|millis| Duration::from_millis(millis) / TIMES);
-    decay.unwrap_or(INTERVAL_UNUSED).clamp(Duration::from_millis(1), INTERVAL_UNUSED)
+    // Pages that are asked for leave in one look, or in the next if a stream was busy.
+    let share = settings.share.enabled.then(|| Duration::from_millis(settings.share.reclaim_ms) / 2);
+    [decay, share]
+        .into_iter()
+        .flatten()
+        .min()
+        .unwrap_or(INTERVAL_UNUSED)
+        .clamp(Duration::from_millis(1), INTERVAL_UNUSED)
 }

@@ -9,13 +9,14 @@ use super::free::{Fences, result_of};
 use super::heap::Heap;
 use super::last_heap::last_device;
 use super::pending::PendingFrees;
-use super::{PagedAllocator, decay, inactive, naming_backend, reclaim, snapshot};
+use super::{PagedAllocator, inactive, naming_backend, reclaim, sharing, snapshot};
 use crate::memory::elastic_range::ElasticRanges;
 use crate::memory::report::StackIds;
 use crate::memory::{
     Allocation, Checkpoints, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats,
     PrivatePools, Request, Settings, Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
 };
+use crate::share::{PageDirectory, ProcessPage};
 use crate::{Error, Instance, Result, lock};
 
 impl PagedAllocator {
@@ -166,9 +167,14 @@ unsafe impl DeviceAllocator for PagedAllocator {
         let device = self.device(device)?;
         // Without a call stack: the caller is a thread that has nothing to do with the memory.
         let details = device.timed_details(StackLevel::Never);
-        let released = decay::release_idle(device, &details);
+        let released = sharing::attend(device, &details);
         device.report();
         released
+    }
+
+    fn share(&self, directory: &PageDirectory, page: &Arc<ProcessPage>) -> Result<()> {
+        self.instance().expect_own_process("share")?;
+        self.join(directory, page)
     }
 
     fn largest_available(&self, device: DeviceId) -> Result<u64> {

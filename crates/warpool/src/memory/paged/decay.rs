@@ -15,6 +15,7 @@ use super::ids::{HeapId, PageId};
 use super::old_mappings;
 use super::pages::PageTable;
 use super::pools::Takeable;
+use super::sharing;
 use super::take::take_free;
 use super::used_heaps::look_at_used;
 use crate::memory::report::EntryDetails;
@@ -26,7 +27,7 @@ const PART_MIN: u64 = 64 << 20;
 
 /// As [`decay`], and returns what streams have passed by now. Returns how many bytes. To be called without any lock.
 pub(super) fn release_idle(device: &PagedDevice, details: &EntryDetails) -> Result<u64> {
-    if device.settings().idle_decay_ms.is_none() {
+    if device.settings().idle_decay_ms.is_none() && device.card.get().is_none() {
         return Ok(0);
     }
     let mut table = lock(&device.pages);
@@ -35,6 +36,7 @@ pub(super) fn release_idle(device: &PagedDevice, details: &EntryDetails) -> Resu
     look_at_used(device, table);
     decay(device, table, details);
     old_mappings::undo_some(device, table, details)?;
+    sharing::give(device, table, details)?;
     Ok(before.saturating_sub(table.bytes_of_pages()))
 }
 
@@ -58,7 +60,7 @@ pub(super) fn decay(device: &PagedDevice, table: &mut PageTable, details: &Entry
 }
 
 /// The heaps whose free pages may be taken, the one that was used longest ago first.
-fn idle_first(device: &PagedDevice, table: &PageTable) -> Vec<HeapId> {
+pub(super) fn idle_first(device: &PagedDevice, table: &PageTable) -> Vec<HeapId> {
     let is_takeable = |number: &HeapId| {
         let pool = device.heaps.get(*number).lock().pool;
         matches!(lock(&device.pools).takeable(pool), Takeable::After(_))
@@ -69,7 +71,7 @@ fn idle_first(device: &PagedDevice, table: &PageTable) -> Vec<HeapId> {
 }
 
 /// The bytes of spare pages, and of those that are free as a whole in some heaps.
-fn free_bytes(device: &PagedDevice, table: &PageTable, heaps: &[HeapId]) -> u64 {
+pub(super) fn free_bytes(device: &PagedDevice, table: &PageTable, heaps: &[HeapId]) -> u64 {
     let bytes = |page: PageId| table.page_bytes(page);
     let in_heap = |&number: &HeapId| {
         let mut heap = device.heaps.get(number).lock();
@@ -80,7 +82,7 @@ fn free_bytes(device: &PagedDevice, table: &PageTable, heaps: &[HeapId]) -> u64 
 }
 
 /// Takes free pages of at most `bytes` in all: they belong nowhere from then on.
-fn take_pages(
+pub(super) fn take_pages(
     device: &PagedDevice,
     table: &mut PageTable,
     heaps: &[HeapId],

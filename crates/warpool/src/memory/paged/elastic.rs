@@ -246,13 +246,29 @@ impl PagedAllocator {
             elastic.expect_usable(though_asleep)?;
             device.commit(&mut elastic, stream, blocks.clone(), on_oom, details)
         };
+        let wait = |is_last: bool| {
+            let bytes = (blocks.end - blocks.start).saturating_mul(range.layout.rows * range.layout.block_bytes);
+            device.wait_for_others(bytes, is_last, || match attempt(false) {
+                Ok(()) => Ok(Ok(())),
+                Err(Failed::OutOfMemory(why)) => Ok(Err(why)),
+                Err(Failed::Error(error)) => Err(error),
+            })
+        };
         let mut outcome = attempt(false);
         if let Err(Failed::OutOfMemory(_)) = outcome {
+            if wait(false)?.is_some() {
+                return Ok(());
+            }
             reclaim::wait_for_unknown_users(device)?;
             PendingFrees::new(device, details).wait()?;
             device.counts.retries.fetch_add(1, Ordering::Relaxed);
             segments::release(device, MemPoolId::DEFAULT, 0, details)?;
             outcome = attempt(true);
+        }
+        if let Err(Failed::OutOfMemory(_)) = outcome
+            && wait(true)?.is_some()
+        {
+            return Ok(());
         }
         outcome.map_err(|failed| match failed {
             Failed::Error(error) => error,

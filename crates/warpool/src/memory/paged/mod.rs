@@ -61,6 +61,7 @@ mod private_pools;
 mod reclaim;
 mod retire;
 mod segments;
+mod sharing;
 mod shortage;
 mod slot;
 mod snapshot;

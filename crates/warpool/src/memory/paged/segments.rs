@@ -16,7 +16,7 @@ use super::pools::Takeable;
 use crate::memory::report::EntryDetails;
 use crate::memory::segment_source::OrOom;
 use crate::memory::stream_fence;
-use crate::memory::{Action, Allocation, MemPoolId, OomCause, Request, SegmentKind, SizeRules};
+use crate::memory::{Action, Allocation, MemPoolId, Request, SegmentKind, SizeRules};
 use crate::unwind::OnUnwind;
 use crate::{Error, Result, lock};
 
@@ -33,9 +33,12 @@ pub(super) fn allocate(
     };
     let size = rounded(request.bytes);
     let (kind, bytes) = (kind_of(size), SizeRules::new(&device.settings()).segment(size));
-    let limit = device.limit().unwrap_or(u64::MAX);
-    if !lock(&device.pages).begin_call(bytes, limit) {
-        return Ok(Err(OomCause::Limit));
+    {
+        let mut table = lock(&device.pages);
+        if let Err(cause) = device.admit(&table, bytes) {
+            return Ok(Err(cause));
+        }
+        table.begin_call(bytes);
     }
     let ptr = {
         let end = || lock(&device.pages).end_call(bytes);

@@ -98,6 +98,15 @@ const GIB: u64 = 1 << 30;
 /// - `memory_cap_mb` (an integer, at least 2): how much of each device may be reserved; Warpool's own key.
 /// - `idle_decay_ms` (an integer above 0): free pages that were not needed for so long return to the driver, a part at
 ///   a time; Warpool's own key.
+/// - `share` (True or False): processes of one user on one GPU divide its memory; Warpool's own key.
+/// - `share_guaranteed` (a size such as 20GiB or 512MiB): what this process always gets of each GPU, with share:True;
+///   Warpool's own key.
+/// - `share_limit` (a size such as 20GiB or 512MiB): the most that this process takes of each GPU, with share:True;
+///   Warpool's own key.
+/// - `share_priority` (an integer): processes with a higher one get free pages of those with a lower one, with
+///   share:True; Warpool's own key.
+/// - `share_reclaim_ms` (an integer above 0): within which time an idle process gives free pages to others, with
+///   share:True; Warpool's own key.
 ///
 /// `release_lock_on_hipmalloc` and `pinned_use_hip_host_register` are accepted as aliases.
 ///
@@ -147,6 +156,33 @@ pub struct Settings {
     /// After how many milliseconds free pages that were not needed return to the driver, a part at a time; `None`:
     /// never. See [`DeviceAllocator::release_idle`](super::DeviceAllocator::release_idle) for who does it.
     pub idle_decay_ms: Option<u64>,
+    /// How the memory of a GPU is divided between processes.
+    pub share: ShareSettings,
+}
+
+/// How the memory of a GPU is divided between processes of one user, for each GPU. See
+/// [`DeviceAllocator::share`](super::DeviceAllocator::share).
+///
+/// ```
+/// use warpool::memory::settings::ShareSettings;
+/// use warpool::memory::Settings;
+///
+/// let settings = Settings::parse("backend:paged,share:True,share_guaranteed:20GiB,share_limit:60GiB").unwrap();
+/// let share = ShareSettings { enabled: true, guaranteed_bytes: 20 << 30, limit_bytes: Some(60 << 30), ..ShareSettings::default() };
+/// assert_eq!(settings.share, share);
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShareSettings {
+    /// Whether it is.
+    pub enabled: bool,
+    /// What this process always gets.
+    pub guaranteed_bytes: u64,
+    /// The most that it takes; `None`: no limit.
+    pub limit_bytes: Option<u64>,
+    /// Processes with a higher one get free pages of those with a lower one.
+    pub priority: u64,
+    /// Within which time an idle process gives free pages to others, in milliseconds.
+    pub reclaim_ms: u64,
 }
 
 /// The settings of pinned host memory.
@@ -254,7 +290,14 @@ impl Default for Settings {
             free_block_order: FreeBlockOrder::default(),
             memory_cap_bytes: None,
             idle_decay_ms: None,
+            share: ShareSettings::default(),
         }
+    }
+}
+
+impl Default for ShareSettings {
+    fn default() -> Self {
+        Self { enabled: false, guaranteed_bytes: 0, limit_bytes: None, priority: 0, reclaim_ms: 50 }
     }
 }
 

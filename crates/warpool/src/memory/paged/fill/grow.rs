@@ -35,6 +35,11 @@ impl Fill<'_> {
             if self.table.bytes_limited().saturating_add(bytes) > limit {
                 return Ok(Err(OomCause::Limit));
             }
+            // All that is still needed at once, so that nothing is created in vain; before it fails, page by page.
+            let rest = if self.request.on_oom { slots } else { supply.slots_needed.saturating_sub(credit).max(slots) };
+            if let Err(cause) = self.device.admit_shared(self.table, u64::from(rest) * self.table.slot_bytes) {
+                return Ok(Err(cause));
+            }
             match self.device.driver().vm_create(self.device.id, bytes, options) {
                 Ok(physical) => {
                     let page = self.table.add(physical, slots);

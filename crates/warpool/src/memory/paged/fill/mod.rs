@@ -34,6 +34,7 @@ use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::pages::PageTable;
 use crate::memory::paged::reclaim;
 use crate::memory::paged::retire;
+use crate::memory::paged::sharing;
 use crate::memory::paged::slot::Slot;
 use crate::memory::paged::supply::Supply;
 use crate::memory::paged::used_heaps::look_at_used;
@@ -118,6 +119,9 @@ impl<'a> Fill<'a> {
     /// To be called at the end, whatever the outcome.
     fn end(&mut self) {
         self.order_after_bystanders();
+        if let Err(error) = sharing::give(self.device, self.table, self.details) {
+            tracing::warn!(%error, "pages could not be given to other processes; it is retried");
+        }
         self.table.note_changed(self.request.heap);
     }
 

@@ -1,0 +1,103 @@
+//! Several processes on one card, as the allocator takes part in it (`crate::ledger`): it asks before it takes memory
+//! from the driver, waits for others before a request fails, and gives them free pages.
+//!
+//! Without `share:True` nothing here does anything, and costs a load.
+
+use std::sync::Arc;
+
+use super::decay::{free_bytes, idle_first, take_pages};
+use super::device::PagedDevice;
+use super::fill::OrOom;
+use super::old_mappings;
+use super::page_sizes::PageSizes;
+use super::pages::PageTable;
+use super::{PagedAllocator, decay};
+use crate::ledger::{CardShare, Terms};
+use crate::memory::OomCause;
+use crate::memory::report::EntryDetails;
+use crate::share::{PageDirectory, ProcessPage};
+use crate::{Result, lock};
+
+impl PagedAllocator {
+    /// Joins the processes that share the cards of all devices; none, if one of them cannot be shared.
+    pub(super) fn join(&self, directory: &PageDirectory, page: &Arc<ProcessPage>) -> Result<()> {
+        let settings = self.shared.settings().share.clone();
+        let terms = Terms {
+            guaranteed: settings.guaranteed_bytes.min(settings.limit_bytes.unwrap_or(u64::MAX)),
+            priority: settings.priority,
+            reclaim_ms: settings.reclaim_ms,
+        };
+        let join = |device: &PagedDevice| {
+            let held = lock(&device.pages).bytes_awake();
+            CardShare::join((directory, page), &self.shared.instance, device.id, terms, held)
+        };
+        let joined = self.devices.iter().map(join).collect::<Result<Vec<_>>>()?;
+        for (device, share) in self.devices.iter().zip(joined) {
+            if let Err(second) = device.card.set(share) {
+                // It shares already, by the first page.
+                second.leave();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl PagedDevice {
+    /// Whether the device may hold `bytes` more than now: by its limit, and by what other processes leave.
+    pub(super) fn admit(&self, table: &PageTable, bytes: u64) -> OrOom<()> {
+        if self.limit().is_some_and(|limit| table.bytes_limited().saturating_add(bytes) > limit) {
+            return Err(OomCause::Limit);
+        }
+        self.admit_shared(table, bytes)
+    }
+
+    /// Whether other processes leave `bytes` more than now. From then on they do.
+    pub(super) fn admit_shared(&self, table: &PageTable, bytes: u64) -> OrOom<()> {
+        match self.card.get() {
+            Some(share) if !share.admit(self.driver(), table.bytes_limited().saturating_add(bytes)) => {
+                Err(OomCause::Shared)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes attempts to get `bytes` while other processes give pages. `None` if there is nobody to wait for, or
+    /// nothing came of it. Not to be called with a lock.
+    pub(super) fn wait_for_others<T>(
+        &self,
+        bytes: u64,
+        is_last: bool,
+        attempt: impl FnMut() -> Result<OrOom<T>>,
+    ) -> Result<Option<T>> {
+        match self.card.get() {
+            Some(share) => share.wait_for_others(bytes, is_last, attempt),
+            None => Ok(None),
+        }
+    }
+}
+
+/// Gives free pages to processes that ask for them, as far as streams have passed, and says what this one has.
+pub(super) fn give(device: &PagedDevice, table: &mut PageTable, details: &EntryDetails) -> Result<()> {
+    let Some(share) = device.card.get() else { return Ok(()) };
+    let heaps = idle_first(device, table);
+    let leaving: u64 = table.leaving.iter().map(|&page| table.page_bytes(page)).sum();
+    let wanted = share.to_give(free_bytes(device, table, &heaps)).saturating_sub(leaving);
+    let mut outcome = Ok(());
+    if wanted > 0 {
+        // Of the last page a part may be more than is wanted.
+        let rest = u64::from(PageSizes::SLOTS_MAX) * table.slot_bytes - 1;
+        let pages = take_pages(device, table, &heaps, wanted.saturating_add(rest), details);
+        table.leaving.extend(pages);
+        outcome = old_mappings::undo_some(device, table, details);
+    }
+    share.settle(table.bytes_awake(), table.bytes_limited(), free_bytes(device, table, &heaps));
+    outcome
+}
+
+/// What a thread does now and then for a process that may make no calls.
+pub(super) fn attend(device: &PagedDevice, details: &EntryDetails) -> Result<u64> {
+    if let Some(share) = device.card.get() {
+        share.keep();
+    }
+    decay::release_idle(device, details)
+}
