@@ -14,6 +14,7 @@ mod fitting;
 mod foreign;
 mod info;
 mod inputs;
+mod limit;
 mod output;
 mod processes;
 mod ranks;
@@ -24,6 +25,7 @@ mod selftest;
 mod settings;
 mod shell;
 mod soak;
+mod top;
 mod tune;
 mod view;
 
@@ -51,6 +53,7 @@ use processes::peer;
         warpool replay snapshot.pickle            replay a PyTorch memory snapshot and compare every address\n  \
         warpool replay snapshot.pickle --settings expandable_segments:True    replay it with other settings\n  \
         warpool settings max_split_size_mb:200    explain a settings string\n  \
+        warpool top                               show the GPU memory of running processes\n  \
         warpool info                              list devices, their features and NVIDIA's libraries\n  \
         warpool selftest --driver sim             run the conformance checks on the simulated GPU\n  \
         warpool selftest --driver cuda            run them on a real GPU\n  \
@@ -77,6 +80,8 @@ enum Command {
     Summarize(ranks::SummarizeArgs),
     Merge(ranks::MergeArgs),
     Settings(settings::Args),
+    Top(top::Args),
+    Limit(limit::Args),
     Soak(soak::Args),
     Bench(bench::Args),
     Completions(shell::CompletionsArgs),
@@ -113,6 +118,8 @@ fn main() -> ExitCode {
         Command::Merge(args) => ranks::merge(&args, &mut Output::stdout(args.json)),
         Command::Tune(args) => tune::run(&args, cli.quiet, &mut Output::stdout(args.json)),
         Command::Settings(args) => settings::run(&args, &mut Output::stdout(args.json)),
+        Command::Top(args) => top::run(&args, &mut Output::stdout(args.json)),
+        Command::Limit(args) => limit::run(&args, &mut Output::stdout(args.json)),
         Command::Soak(args) => soak::run(&args, &mut Output::stdout(args.json)),
         Command::Bench(args) => bench::run(&args, &mut Output::stdout(args.json)),
         Command::Completions(args) => shell::completions(&args, &Cli::command(), &mut Output::stdout(false)),

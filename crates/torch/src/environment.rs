@@ -2,6 +2,7 @@
 //! the crate. An invalid value is an error; there is no fallback.
 
 use std::env::{self, VarError};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use warpool::memory::Settings;
@@ -39,6 +40,32 @@ pub(crate) fn settings(backend: Backend) -> Result<Settings> {
         Some(string) => settings.overridden(&string).map_err(refused(OWN_VARIABLE)),
         None => Ok(settings),
     }
+}
+
+/// Whether the process publishes a page, and where.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Publish {
+    pub(crate) is_on: bool,
+    /// Whether other processes of the user may change the limits of this one.
+    pub(crate) accepts_limits: bool,
+    /// `None` is the usual one.
+    pub(crate) folder: Option<PathBuf>,
+}
+
+/// What `WARPOOL_PUBLISH` (`True`, the default, `read-only` or `False`) and `WARPOOL_PAGES` say.
+pub(crate) fn publish() -> Result<Publish> {
+    let folder = env::var_os("WARPOOL_PAGES").filter(|folder| !folder.is_empty()).map(PathBuf::from);
+    publish_as(variable("WARPOOL_PUBLISH")?.as_deref().unwrap_or(""), folder)
+}
+
+fn publish_as(value: &str, folder: Option<PathBuf>) -> Result<Publish> {
+    let (is_on, accepts_limits) = match value {
+        "" | "True" => (true, true),
+        "read-only" => (true, false),
+        "False" => (false, false),
+        _ => return Err(Error::Publish { value: value.to_owned() }),
+    };
+    Ok(Publish { is_on, accepts_limits, folder })
 }
 
 fn refused(variable: &'static str) -> impl Fn(SettingsError) -> Error {
@@ -93,6 +120,17 @@ mod tests {
         assert!(config.devices.iter().all(|device| device.properties.bytes_total == 2 << 30));
         assert_eq!((config.seed, config.track_suballocations), (7, true));
         assert!(!sim("").unwrap().track_suballocations);
+    }
+
+    #[test]
+    fn publishing_is_on_unless_it_is_switched_off() {
+        let of = |value: &str| publish_as(value, None).map(|how| (how.is_on, how.accepts_limits));
+        assert_eq!(of("").unwrap(), (true, true));
+        assert_eq!(of("True").unwrap(), (true, true));
+        assert_eq!(of("read-only").unwrap(), (true, false));
+        assert_eq!(of("False").unwrap(), (false, false));
+        let text = of("yes").unwrap_err().to_string();
+        assert_eq!(text, "WARPOOL_PUBLISH: \"yes\" is none of True, read-only and False");
     }
 
     #[test]

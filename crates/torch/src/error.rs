@@ -53,6 +53,13 @@ pub enum Error {
         why: String,
     },
 
+    /// `WARPOOL_PUBLISH` is invalid.
+    #[error("WARPOOL_PUBLISH: {value:?} is none of True, read-only and False")]
+    Publish {
+        /// Its value.
+        value: String,
+    },
+
     /// No elastic memory begins at an address.
     #[error("no elastic memory begins at {ptr}: pass what warpool_elastic_reserve returned, until it is released")]
     NotElastic {

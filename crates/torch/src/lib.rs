@@ -7,7 +7,9 @@
 //! - Every function may be called from any thread at any time, also from a thread without a CUDA context.
 //! - The environment is read by the first call that needs a driver, or by `warpool_start`: `WARPOOL_DRIVER` (`cuda`,
 //!   the default, or `sim`), `PYTORCH_CUDA_ALLOC_CONF`, else `PYTORCH_ALLOC_CONF`, `WARPOOL_CONF` on top of either,
-//!   and `WARPOOL_SIM` for the simulated GPU. A failed start can be repeated.
+//!   `WARPOOL_SIM` for the simulated GPU, and `WARPOOL_PUBLISH` and `WARPOOL_PAGES` for the page that `warpool top`
+//!   reads. A failed start can be repeated.
+//! - A thread of the library's own writes that page, unless `WARPOOL_PUBLISH` is `False`.
 //! - No panic crosses the boundary. Only `warpool_malloc` throws, and only if PyTorch's `libc10.so` is loaded.
 //! - Nothing is freed or destroyed at process exit.
 //! - A child that was forked after the start gets an error from every function that needs the driver; freeing what it
@@ -26,6 +28,7 @@ mod environment;
 mod error;
 mod exception;
 mod last_error;
+mod publish;
 mod runtime;
 mod snapshot;
 mod stacks;

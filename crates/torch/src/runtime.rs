@@ -30,6 +30,7 @@ use crate::captures::Captures;
 use crate::elastic::ProcessElastic;
 use crate::environment;
 use crate::error::{Error, Result};
+use crate::publish;
 use crate::stacks::{self, Stacks};
 use crate::streams::StreamTable;
 use crate::tags::ProcessTags;
@@ -124,8 +125,13 @@ fn start(backend: Backend) -> Result<&'static Runtime> {
     // Fails if the process has a subscriber already; that one is kept.
     let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(LevelFilter::WARN);
     let _ = log.without_time().log_internal_errors(false).try_init();
-    let runtime = open(environment::driver()?, backend, environment::settings)?;
-    Ok(RUNTIME.get_or_init(|| runtime))
+    let how = environment::publish()?;
+    let runtime = RUNTIME.get_or_init({
+        let runtime = open(environment::driver()?, backend, environment::settings)?;
+        || runtime
+    });
+    publish::start(runtime, &how);
+    Ok(runtime)
 }
 
 /// A runtime with the settings of `settings`, which is called with the backend to use if the settings name none. If a
@@ -246,6 +252,11 @@ impl Runtime {
     #[inline]
     pub fn allocator(&self) -> &dyn DeviceAllocator {
         &*self.allocator
+    }
+
+    /// The same, to share it.
+    pub(crate) fn shared_allocator(&self) -> &Arc<dyn DeviceAllocator> {
+        &self.allocator
     }
 
     /// The device with that index.

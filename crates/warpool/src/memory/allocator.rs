@@ -11,7 +11,7 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 use super::elastic_range::ElasticRanges;
 use super::{
     Allocation, Checkpoints, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats, PrivatePools,
-    Request, Settings, Snapshot, SnapshotOptions, Stats,
+    Request, Settings, Snapshot, SnapshotOptions, Stats, Usage,
 };
 use crate::share::{PageDirectory, ProcessPage};
 use crate::{Error, Instance, Result};
@@ -215,6 +215,12 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
 
     /// Resets the accumulated statistics to 0.
     fn reset_accumulated_stats(&self, device: DeviceId) -> Result<()>;
+
+    /// How a device's memory is used. Changes nothing, makes no driver call, and appears in no history: for readers that
+    /// come often. By default the statistics alone.
+    fn usage(&self, device: DeviceId) -> Result<Usage> {
+        Ok(Usage { stats: self.stats(device)?, ..Usage::default() })
+    }
 
     /// What a device's pages are used for.
     fn page_stats(&self, device: DeviceId) -> Result<PageStats> {

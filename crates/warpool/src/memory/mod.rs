@@ -213,6 +213,6 @@ pub(crate) use private_pools::{PoolOptions, PoolUser, PoolUses, PrivatePools, Ro
 pub(crate) use report::{
     Action, Annotation, BlockInfo, BlockState, HistoryEntry, HistoryOptions, ObserverId, Observers, PageStats,
     PageTotals, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, Stack, StackLevel, Stat, StatByKind, Stats,
-    with_metadata,
+    Usage, UsagePart, with_metadata,
 };
 pub(crate) use settings::{Backend, FreeBlockOrder, Warning, lint};

@@ -7,10 +7,11 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use warpool_driver::platform::{Opened, SharedWords, private_directory, shared_memory_directory, user_id};
+use warpool_driver::platform::{Instant, Opened, SharedWords, private_directory, shared_memory_directory, user_id};
 
 use super::layout::{DEVICES_MAX, words};
-use super::other::{OtherPage, Refused};
+use super::now_us;
+use super::other::{OtherPage, Reading, Refused};
 use super::page::{PageOptions, ProcessPage};
 use crate::error::ShareError;
 use crate::{Instance, Result};
@@ -109,6 +110,20 @@ impl PageDirectory {
 }
 
 impl Listing {
+    /// Asks every process for fresh values, and waits until all have written some, or for so long: a process may be
+    /// stopped.
+    pub fn refresh(&self, at_most: Duration) {
+        let (asked, begun) = (now_us(), Instant::now());
+        self.pages.iter().for_each(OtherPage::ask);
+        let is_fresh = |page: &OtherPage| {
+            page.identity().devices.is_empty()
+                || matches!(page.read(0), Reading::Values(values) if values.counters.read_us >= asked)
+        };
+        while !self.pages.iter().all(is_fresh) && begun.elapsed() < at_most {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     fn add(&mut self, path: &Path) -> std::result::Result<(), String> {
         match SharedWords::open(path, words(0)..=words(DEVICES_MAX)) {
             Ok(Opened::Words(words)) => match OtherPage::new(words, path.to_owned()) {

@@ -14,7 +14,7 @@
 //! | 4 to 11 | the name of the device, in UTF-8 |
 //! | 16 to 767 | values, under a sequence number |
 //! | 768 to 895 | the ledger |
-//! | 896 to 911 | the request for another limit, and its answer |
+//! | 896 to 911 | the request for another limit, its answer (`limit.rs`) |
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -44,6 +44,11 @@ pub(super) const TOTAL_AT: usize = 3;
 pub(super) const NAME: std::ops::Range<usize> = 4..12;
 pub(super) const VALUES: std::ops::Range<usize> = 16..768;
 pub(super) const LEDGER: std::ops::Range<usize> = 768..768 + LEDGER_WORDS;
+
+/// The request for another limit, its answer: the same word, and what came of it.
+pub(super) const LIMIT_REQUEST_AT: usize = 896;
+pub(super) const LIMIT_ANSWERED_AT: usize = 897;
+pub(super) const LIMIT_OUTCOME_AT: usize = 898;
 
 /// The words of a device's ledger.
 pub const LEDGER_WORDS: usize = 128;

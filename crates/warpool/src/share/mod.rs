@@ -33,6 +33,38 @@
 //! # }
 //! ```
 //!
+//! A [`Publisher`] writes the page of an allocator, from a thread of its own, and answers requests for another limit:
+//!
+//! ```
+//! # use std::sync::Arc;
+//! # use warpool::driver::sim::{SimConfig, SimDriver};
+//! # use warpool::prelude::*;
+//! use warpool::share::{
+//!     LimitAnswer, LimitRequest, OtherPage, PageDirectory, PageOptions, PublishOptions, Publisher, TagSource,
+//! };
+//!
+//! # fn main() -> warpool::Result<()> {
+//! # let folder = std::env::temp_dir().join(format!("warpool-doc-publisher-{}", std::process::id()));
+//! # if cfg!(not(any(target_os = "linux", target_os = "macos"))) { return Ok(()) }
+//! # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;
+//! # let allocator = Arc::new(CachingAllocator::new(&instance, Settings::default()));
+//! let tags: TagSource = Arc::new(Vec::new); // the `info` of the program's `Tags`, if it has any
+//! let options = PublishOptions { tags: Some(tags), accepts_limits: true, ..PublishOptions::default() };
+//! let page = Arc::new(PageDirectory::open(&folder)?.publish(&instance, &PageOptions::default())?);
+//! let publisher = Publisher::start(&page, &allocator, options)?; // until it is dropped
+//! publisher.write_now();
+//!
+//! /// What another process does with the page.
+//! fn halve(other: &OtherPage) -> Option<LimitAnswer> {
+//!     let request: LimitRequest = other.request_limit(0, Some(40 << 30));
+//!     other.limit_answer(0, request) // after some time
+//! }
+//! # drop((publisher, page));
+//! # std::fs::remove_dir(&folder).unwrap();
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! - `layout.rs` has the places of the words, `values.rs` what is written there, `page.rs` the page of this process,
 //!   `other.rs` those of others, `directory.rs` the folder. No `unsafe` here: the words come from
 //!   [`warpool_driver::platform`].
@@ -42,24 +74,47 @@
 //!   access it.)
 //! - A section of each card's words, its *ledger*, is not written here.
 
+mod board;
 mod directory;
 mod layout;
+mod limit;
 mod other;
 mod page;
+mod publisher;
 #[cfg(all(test, any(target_os = "linux", target_os = "macos")))]
 mod tests;
 mod values;
 
 pub use crate::error::ShareError;
+pub use board::{Board, BoardOrder, BoardProcess, BoardRow, Card};
 pub use directory::{Listing, PageDirectory, PageProblem};
 pub use layout::LEDGER_WORDS;
+pub use limit::{LimitAnswer, LimitRequest};
 pub use other::{DeviceOfPage, OtherPage, PageIdentity, Reading};
 pub use page::{PageOptions, ProcessPage};
+pub use publisher::{PublishOptions, Publisher, TagSource};
 pub use values::{Counters, DeviceValues, OomEvent, UsageOf, UsageRow};
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+/// What the processes of a machine look like together.
+///
+/// ```
+/// # if cfg!(not(any(target_os = "linux", target_os = "macos"))) { return }
+/// # let folder = std::env::temp_dir().join(format!("warpool-doc-board-{}", std::process::id()));
+/// use warpool::share::{Board, BoardOrder, BoardProcess, BoardRow, Card, PageDirectory, PageProblem};
+///
+/// let board = Board::read(PageDirectory::open(&folder).and_then(|pages| pages.list()).unwrap());
+/// let (processes, cards): (&[BoardProcess], &[Card]) = (&board.processes, &board.cards);
+/// let rows: Vec<BoardRow<'_>> = board.rows(BoardOrder::Reserved);
+/// let problems: &[PageProblem] = &board.problems;
+/// assert!(processes.is_empty() && cards.is_empty() && rows.is_empty() && problems.is_empty());
+/// # std::fs::remove_dir(&folder).unwrap();
+/// ```
+#[cfg(doctest)]
+struct BoardExample;
+
 /// The time, in microseconds since 1970.
-pub(crate) fn now_us() -> u64 {
+pub fn now_us() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
 }

@@ -10,6 +10,7 @@ use super::layout::{
     ASKED_AT, COMMAND, DEVICES_AT, DEVICES_MAX, LEDGER, MAGIC, MAGIC_AT, NAME, NUMBER_AT, ORDINAL_AT, PID_AT, SINCE_AT,
     TOTAL_AT, UUID, VALUE_WORDS, VALUES, VERSION, VERSION_AT, WORDS_AT, load_text, section, words,
 };
+use super::limit::{self, LimitAnswer, LimitRequest};
 use super::now_us;
 use super::values::DeviceValues;
 use crate::sync::sequence::{ReadError, Sequenced};
@@ -111,6 +112,28 @@ impl OtherPage {
         reading(section(self.words.words(), device))
     }
 
+    /// Asks the process for another limit on what it may reserve on a device; `None` is no limit. The process answers
+    /// when it next writes its page: [`limit_answer`](Self::limit_answer). A later request replaces one that is not
+    /// answered.
+    ///
+    /// # Panics
+    /// As [`read`](Self::read).
+    #[must_use]
+    pub fn request_limit(&self, device: usize, bytes: Option<u64>) -> LimitRequest {
+        assert!(device < self.identity.devices.len(), "a device of the page");
+        limit::request(section(self.words.words(), device), bytes)
+    }
+
+    /// The answer to a request, when there is one.
+    ///
+    /// # Panics
+    /// As [`read`](Self::read).
+    #[must_use]
+    pub fn limit_answer(&self, device: usize, request: LimitRequest) -> Option<LimitAnswer> {
+        assert!(device < self.identity.devices.len(), "a device of the page");
+        limit::answer_to(section(self.words.words(), device), request)
+    }
+
     /// The ledger of a device.
     ///
     /// # Panics
@@ -123,7 +146,7 @@ impl OtherPage {
 }
 
 /// Reads the values of a section.
-fn reading(section: &[AtomicU64]) -> Reading {
+pub(super) fn reading(section: &[AtomicU64]) -> Reading {
     let mut values = [0; VALUE_WORDS];
     match Sequenced::new(&section[VALUES]).read(&mut values) {
         Ok(()) => match DeviceValues::from_words(&values) {

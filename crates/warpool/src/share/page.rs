@@ -12,6 +12,7 @@ use super::layout::{
     ASKED_AT, COMMAND, DEVICES_AT, LEDGER, MAGIC, MAGIC_AT, NAME, NUMBER_AT, ORDINAL_AT, PID_AT, SINCE_AT, TOTAL_AT,
     UUID, VALUES, VERSION, VERSION_AT, WORDS_AT, section, store_text, words,
 };
+use super::limit::{self, LimitAnswer, LimitRequest};
 use super::now_us;
 use super::values::{Counters, DeviceValues, OomEvent, UsageRow, bounded};
 use crate::sync::sequence::Sequenced;
@@ -127,10 +128,37 @@ impl ProcessPage {
         &section(self.words.words(), device)[LEDGER]
     }
 
+    /// The request of another process for another limit on a device, if there is one that is not answered.
+    pub(super) fn limit_request(&self, device: usize) -> Option<LimitRequest> {
+        limit::pending(section(self.words.words(), device))
+    }
+
+    pub(super) fn answer_limit(&self, device: usize, request: LimitRequest, answer: LimitAnswer) {
+        if self.origin.is_here() {
+            limit::answer(section(self.words.words(), device), request, answer);
+        }
+    }
+
     /// To be called from time to time: makes sure that other processes see that this one is alive, even if some library
     /// of this process opened and closed the file. `false` if the file was removed, so that none finds it.
     #[must_use]
     pub fn keep(&self) -> bool {
         !self.origin.is_here() || self.words.keep().unwrap_or(true)
+    }
+}
+
+/// What another process would read and write.
+#[cfg(test)]
+impl ProcessPage {
+    pub(super) fn read_own(&self, device: usize) -> super::other::Reading {
+        super::other::reading(section(self.words.words(), device))
+    }
+
+    pub(super) fn request_own(&self, device: usize, bytes: Option<u64>) -> LimitRequest {
+        limit::request(section(self.words.words(), device), bytes)
+    }
+
+    pub(super) fn answer_own(&self, device: usize, request: LimitRequest) -> Option<LimitAnswer> {
+        limit::answer_to(section(self.words.words(), device), request)
     }
 }

@@ -10,6 +10,12 @@ use warpool_driver::sim::{SimConfig, SimDriver};
 
 use super::*;
 use crate::Instance;
+use crate::memory::pools::PoolOptions;
+use crate::memory::sleep::Keep;
+use crate::memory::{
+    Allocate as _, CachingAllocator, DeviceAllocator, HostAllocator, MemPool, MemPoolId, PagedAllocator,
+    PinnedSettings, Settings, Tags,
+};
 
 const FOLDER: &str = "WARPOOL_TEST_PAGES";
 
@@ -213,4 +219,128 @@ fn errors_name_the_folder_and_the_reason() {
     assert!(pages.publish(&instance(), &PageOptions::default()).is_err());
     assert!(pages.list().is_err());
     assert!(PageDirectory::default_path().file_name().unwrap().to_string_lossy().starts_with("warpool-"));
+}
+
+/// Writes what an allocator has, and reads it as another process would.
+fn published(allocator: &Arc<dyn DeviceAllocator>, options: PublishOptions, act: impl FnOnce(&Publisher)) -> Reading {
+    let folder = Folder::new();
+    let page = Arc::new(folder.open().publish(allocator.instance(), &PageOptions::default()).unwrap());
+    let publisher = Publisher::start(&page, allocator, options).unwrap();
+    act(&publisher);
+    publisher.write_now();
+    page.read_own(0)
+}
+
+fn allocators() -> [Arc<dyn DeviceAllocator>; 2] {
+    let paged = PagedAllocator::new(&instance(), Settings::default()).unwrap();
+    [Arc::new(CachingAllocator::new(&instance(), Settings::default())), Arc::new(paged)]
+}
+
+#[test]
+fn a_publisher_writes_what_the_allocator_counts() {
+    for allocator in allocators() {
+        let device = allocator.instance().device(0).unwrap();
+        let streams = [device.lease_stream().unwrap(), device.lease_stream().unwrap()];
+        let _blocks = streams.each_ref().map(|stream| allocator.allocate(3 << 20, stream).unwrap());
+        let freed = allocator.allocate(30 << 20, &streams[0]).unwrap();
+        let pool = MemPool::new(&allocator, &device, PoolOptions::default()).unwrap();
+        let _of_pool = allocator.allocate_in(&pool, 5 << 20, &streams[1]).unwrap();
+        freed.free().unwrap();
+        let options = PublishOptions::default();
+        let reading = published(&allocator, options, |_| {
+            // The error is written when it happens.
+            assert!(allocator.allocate(1 << 50, &streams[0]).is_err());
+        });
+        let Reading::Values(values) = reading else { panic!("{reading:?}") };
+        let counters = &values.counters;
+        assert_eq!(counters.bytes_allocated, 11 << 20);
+        let stats = allocator.stats(device.id()).unwrap();
+        assert_eq!(counters.bytes_reserved, stats.reserved_bytes.all.current);
+        assert_eq!((counters.allocations, counters.limit()), (4, None));
+        assert!(counters.device_free().is_some_and(|free| free > 1 << 30), "{counters:?}");
+        let oom = values.last_oom.as_ref().unwrap();
+        assert_eq!((oom.bytes_requested, oom.by_limit, counters.ooms), (1 << 50, false, 1));
+        let of = |kind: &str| values.rows.iter().filter(|row| row.of.kind() == kind).collect::<Vec<_>>();
+        for kind in ["pool", "stream"] {
+            assert_eq!(of(kind).iter().map(|row| row.bytes_allocated).sum::<u64>(), 11 << 20, "{values:?}");
+            assert_eq!(of(kind).len(), 2);
+        }
+        let of_pool = of("pool").into_iter().find(|row| row.of == UsageOf::Pool(pool.id())).unwrap();
+        assert_eq!(of_pool.bytes_allocated, 5 << 20);
+    }
+}
+
+#[test]
+fn tags_asleep_are_not_reserved() {
+    let allocator = allocators().into_iter().next().unwrap();
+    let device = allocator.instance().device(0).unwrap();
+    let host = HostAllocator::new(allocator.instance(), PinnedSettings::default());
+    let tags = Tags::new(&allocator, &host).unwrap();
+    let stream = device.lease_stream().unwrap();
+    let _weights = {
+        let _scope = tags.tag(&device, "weights").unwrap().enter().unwrap();
+        allocator.allocate(40 << 20, &stream).unwrap()
+    };
+    let source: TagSource = {
+        let tags = tags.clone();
+        Arc::new(move || tags.info())
+    };
+    let options = PublishOptions { tags: Some(source), host: Some(host), ..PublishOptions::default() };
+    for is_asleep in [false, true] {
+        if is_asleep {
+            stream.synchronize().unwrap();
+            tags.sleep(&["weights"], Keep::Host).unwrap();
+        }
+        let reading = published(&allocator, options.clone(), |_| {});
+        let Reading::Values(values) = reading else { panic!("{reading:?}") };
+        let row = values.rows.iter().find(|row| row.of == UsageOf::Tag("weights".to_owned())).unwrap();
+        let expected = if is_asleep { (0, 40 << 20) } else { (40 << 20, 0) };
+        assert_eq!((row.bytes_reserved, row.bytes_asleep), expected);
+        assert_eq!((values.counters.bytes_reserved, values.counters.bytes_asleep), expected);
+        assert_eq!(values.counters.bytes_pinned > 0, is_asleep, "{:?}", values.counters);
+    }
+}
+
+#[test]
+fn a_limit_is_changed_by_another_process_if_it_may() {
+    for accepts_limits in [false, true] {
+        for allocator in allocators() {
+            let stream = allocator.instance().device(0).unwrap().lease_stream().unwrap();
+            let options = PublishOptions { accepts_limits, ..PublishOptions::default() };
+            let reading = published(&allocator, options, |publisher| {
+                let page = publisher.page();
+                let request = page.request_own(0, Some(64 << 20));
+                publisher.write_now();
+                let answer = if accepts_limits { LimitAnswer::Applied } else { LimitAnswer::NotAllowed };
+                assert_eq!(page.answer_own(0, request), Some(answer));
+                assert_eq!(allocator.allocate(80 << 20, &stream).is_ok(), !accepts_limits);
+            });
+            let Reading::Values(values) = reading else { panic!("{reading:?}") };
+            assert_eq!(values.counters.limit(), accepts_limits.then_some(64 << 20));
+            assert_eq!(values.last_oom.is_some_and(|event| event.by_limit), accepts_limits);
+        }
+    }
+}
+
+#[test]
+fn a_publisher_ends_with_its_allocator_and_changes_no_statistic() {
+    let allocator = allocators().into_iter().nth(1).unwrap();
+    let device = allocator.instance().device(0).unwrap();
+    let stream = device.lease_stream().unwrap();
+    let _block = allocator.allocate(3 << 20, &stream).unwrap();
+    let before = allocator.stats(device.id()).unwrap();
+    drop(allocator.allocate(30 << 20, &stream).unwrap());
+    let folder = Folder::new();
+    let page = Arc::new(folder.open().publish(allocator.instance(), &PageOptions::default()).unwrap());
+    let publisher = Publisher::start(&page, &allocator, PublishOptions::default()).unwrap();
+    publisher.write_now();
+    allocator.trim(device.id(), MemPoolId::DEFAULT).unwrap();
+    // Had the publisher read them with all free memory, their peak would be another.
+    let after = allocator.stats(device.id()).unwrap();
+    assert_eq!(after.inactive_split_bytes.all.peak, before.inactive_split_bytes.all.peak);
+    drop((_block, stream, device, allocator));
+    publisher.write_now();
+    drop(publisher);
+    drop(page);
+    assert_eq!(folder.files(), 0);
 }

@@ -48,7 +48,7 @@ use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::{
     Allocation, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats, PrivatePools,
-    Request, Settings, Snapshot, SnapshotOptions, Stats,
+    Request, Settings, Snapshot, SnapshotOptions, Stats, Usage,
 };
 use crate::share::{PageDirectory, ProcessPage};
 use crate::unwind::{OnUnwind, call_each};
@@ -264,6 +264,7 @@ unsafe impl<D: Decorator> DeviceAllocator for D {
         set_caching(on: bool) -> Result<()>;
         page_stats(device: DeviceId) -> Result<PageStats>;
         stats(device: DeviceId) -> Result<Stats>;
+        usage(device: DeviceId) -> Result<Usage>;
         reset_peak_stats(device: DeviceId) -> Result<()>;
         reset_accumulated_stats(device: DeviceId) -> Result<()>;
         snapshot(options: SnapshotOptions) -> Result<Snapshot>;

@@ -14,7 +14,7 @@ use crate::memory::elastic_range::ElasticRanges;
 use crate::memory::report::StackIds;
 use crate::memory::{
     Allocation, Checkpoints, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats,
-    PrivatePools, Request, Settings, Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
+    PrivatePools, Request, Settings, Snapshot, SnapshotOptions, StackLevel, Stat, Stats, Usage,
 };
 use crate::share::{PageDirectory, ProcessPage};
 use crate::{Error, Instance, Result, lock};
@@ -210,6 +210,14 @@ unsafe impl DeviceAllocator for PagedAllocator {
         let mut stats = self.device(device)?.stats();
         stats.workspace_bytes = self.shared.observers.workspaces.read(device);
         Ok(stats)
+    }
+
+    fn usage(&self, device: DeviceId) -> Result<Usage> {
+        let pages = self.count_pages(device)?;
+        let of = self.device(device)?;
+        let (mut stats, parts) = of.usage();
+        stats.workspace_bytes = self.shared.observers.workspaces.read(device);
+        Ok(Usage { stats, pages: Some(pages), bytes_limit: of.limit(), parts })
     }
 
     fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {

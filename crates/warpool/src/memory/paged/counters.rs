@@ -104,6 +104,11 @@ impl HeapCounters {
         [SegmentKind::Small, SegmentKind::Large].map(|kind| self.current(kind))
     }
 
+    /// Bytes of allocated blocks.
+    pub(super) fn allocated_bytes(&self, kind: SegmentKind) -> u64 {
+        self.current(kind)[BYTES]
+    }
+
     /// Bytes of allocated blocks and pending frees.
     pub(super) fn active_bytes(&self) -> u64 {
         sum(&self.currents())[ACTIVE_BYTES]

@@ -30,6 +30,7 @@ use crate::memory::report::{EntryDetails, HistoryRecorder};
 use crate::memory::stream_fence::StreamFences;
 use crate::memory::{
     Action, Allocation, HistoryOptions, MemPoolId, PageTotals, Request, SegmentKind, SizeRules, StatByKind, Stats,
+    UsagePart,
 };
 use crate::sync::spin_lock::SpinLock;
 use crate::unwind::drop_user_value;
@@ -311,11 +312,34 @@ impl PagedDevice {
     }
 
     pub(super) fn stats(&self) -> Stats {
-        let mut stats = Stats { max_split_size: -1, ..Stats::default() };
-        self.with_totals(|totals, added| totals.write(added, &mut stats));
+        let mut stats = self.stats_without_inactive();
         self.with_inactive(|inactive| {
             (stats.inactive_split, stats.inactive_split_bytes) = (inactive.parts, inactive.bytes);
         });
+        stats
+    }
+
+    /// The statistics but those of free parts, and memory by stream and pool, one part per heap.
+    pub(super) fn usage(&self) -> (Stats, Vec<UsagePart>) {
+        let part = |heap: &mut Heap| {
+            let kinds = [SegmentKind::Small, SegmentKind::Large];
+            let active = heap.counters().active_bytes();
+            UsagePart {
+                pool: heap.pool,
+                stream: heap.stream_raw,
+                bytes_reserved: active + heap.free_bytes(),
+                bytes_allocated: kinds.map(|kind| heap.counters().allocated_bytes(kind)).iter().sum(),
+                bytes_active: active,
+                bytes_elastic: heap.elastic_bytes(),
+            }
+        };
+        let parts = self.heaps.iter().map(|(_, heap)| part(&mut heap.lock())).collect();
+        (self.stats_without_inactive(), parts)
+    }
+
+    fn stats_without_inactive(&self) -> Stats {
+        let mut stats = Stats { max_split_size: -1, ..Stats::default() };
+        self.with_totals(|totals, added| totals.write(added, &mut stats));
         let table = lock(&self.pages);
         stats.reserved_bytes = table.reserved;
         stats.segment = table.homes.segments;

@@ -7,7 +7,7 @@
 //! use warpool::memory::report::{
 //!     Action, Annotation, Frame, HistoryEntry, HistoryOptions, ObserverId, OomObserver, PageStats, PageTotals,
 //!     PinnedCapReport, PressureCallback, Snapshot, SnapshotOptions, Stack, StackHook, StackLevel, TraceEntry, Tracker,
-//!     TrimHook, pop_compile_context, push_compile_context, set_user_metadata,
+//!     TrimHook, Usage, UsagePart, pop_compile_context, push_compile_context, set_user_metadata,
 //! };
 //! use warpool::memory::PagedAllocator;
 //!
@@ -44,6 +44,9 @@
 //!
 //! let stats = allocator.stats(device.id())?;
 //! assert_eq!((stats.allocated_bytes.all.current, stats.allocation.all.peak), (1 << 20, 1));
+//! let usage: Usage = allocator.usage(device.id())?; // for readers that come often
+//! let part: UsagePart = usage.parts[0];
+//! assert_eq!((part.bytes_reserved, part.bytes_allocated), (2 << 20, 1 << 20));
 //! let snapshot: Snapshot = allocator.snapshot(SnapshotOptions::default())?;
 //! let last: &TraceEntry = snapshot.traces[0].last().expect("the history is recorded");
 //! assert_eq!((last.action, last.size), (Action::Alloc, 1 << 20));
@@ -87,6 +90,7 @@ mod ring;
 mod snapshot;
 mod stats;
 mod texts;
+mod usage;
 
 pub use super::allocation::SnapshotOptions;
 pub use crate::error::{OomCause, OomReport, PageShortage, PinnedCapReport};
@@ -103,3 +107,4 @@ pub use snapshot::{
 pub use stats::{Stat, StatByKind, Stats};
 pub(crate) use texts::with_metadata;
 pub use texts::{pop_compile_context, push_compile_context, set_user_metadata, user_metadata};
+pub use usage::{Usage, UsagePart};

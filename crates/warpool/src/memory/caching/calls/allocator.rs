@@ -15,7 +15,7 @@ use crate::memory::report::EntryDetails;
 use crate::memory::report::StackIds;
 use crate::memory::{
     Allocation, Checkpoints, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PrivatePools,
-    Request, Settings, SizeRules, Snapshot, SnapshotOptions, StackLevel, Stat, Stats,
+    Request, Settings, SizeRules, Snapshot, SnapshotOptions, StackLevel, Stat, StatByKind, Stats, Usage,
 };
 use crate::unwind::OnUnwind;
 use crate::{Error, Instance, Result};
@@ -442,6 +442,15 @@ unsafe impl DeviceAllocator for CachingAllocator {
         });
         stats.workspace_bytes = self.shared.observers.workspaces.read(device);
         Ok(stats)
+    }
+
+    fn usage(&self, device: DeviceId) -> Result<Usage> {
+        let stats = self.stats(device)?;
+        let stats =
+            Stats { inactive_split: StatByKind::default(), inactive_split_bytes: StatByKind::default(), ..stats };
+        let device = self.device(device)?;
+        let parts = device.read(DeviceState::usage);
+        Ok(Usage { stats, pages: None, bytes_limit: device.limit(), parts })
     }
 
     fn reset_peak_stats(&self, device: DeviceId) -> Result<()> {

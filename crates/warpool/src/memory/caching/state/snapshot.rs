@@ -4,7 +4,7 @@ use super::DeviceState;
 use crate::memory::caching::heap::{BlockStatus, Segment, SegmentKey};
 use crate::memory::report::EntryDetails;
 use crate::memory::report::StackIds;
-use crate::memory::{BlockInfo, BlockState, SegmentInfo, Snapshot, SnapshotOptions};
+use crate::memory::{BlockInfo, BlockState, SegmentInfo, Snapshot, SnapshotOptions, UsagePart};
 
 impl DeviceState {
     /// Adds the device to a snapshot.
@@ -25,6 +25,27 @@ impl DeviceState {
         }
         segments.sort_by_key(|segment| segment.address);
         snapshot.segments.extend(segments);
+    }
+
+    /// Memory by stream and pool, one part per segment.
+    pub(crate) fn usage(&self) -> Vec<UsagePart> {
+        let of_segment = |(key, segment): (SegmentKey, &Segment)| {
+            let (pool, stream) = (self.heap.block_pool_of(key).pool(), self.heap.stream_blocks_of(key).stream_raw());
+            let mut part = UsagePart { pool, stream, ..UsagePart::default() };
+            for (_, block) in self.heap.blocks_of(segment) {
+                let (allocated, active) = match block.status() {
+                    BlockStatus::Allocated => (block.size(), block.size()),
+                    BlockStatus::PendingFree | BlockStatus::Deferred => (0, block.size()),
+                    BlockStatus::Free | BlockStatus::InTransit => (0, 0),
+                    BlockStatus::Unmapped => continue,
+                };
+                part.bytes_reserved += block.size();
+                part.bytes_allocated += allocated;
+                part.bytes_active += active;
+            }
+            part
+        };
+        self.heap.segments().map(of_segment).collect()
     }
 
     fn add_segment_infos(
