@@ -3,7 +3,9 @@
 
 use std::sync::{Arc, OnceLock};
 
-use warpool::share::{PageDirectory, PageOptions, PublishOptions, Publisher, TagSource};
+use warpool::share::{
+    LedgerPages, PageDirectory, PageOptions, ProcessPage, PublishOptions, Publisher, SharedPages, TagSource,
+};
 
 use crate::environment::Publish;
 use crate::runtime::{self, Runtime};
@@ -11,8 +13,12 @@ use crate::runtime::{self, Runtime};
 /// Never dropped, as the runtime. In a forked child it is the parent's, and does nothing.
 static PUBLISHER: OnceLock<Publisher> = OnceLock::new();
 
-/// Publishes the page of the process's runtime.
+/// The folder, and the page in it; made when it is first needed.
+static PAGE: OnceLock<(PageDirectory, Arc<ProcessPage>)> = OnceLock::new();
+
+/// Publishes the page of the process's runtime, and joins the processes that share its GPUs.
 pub(crate) fn start(runtime: &Runtime, how: &Publish) {
+    share(runtime, how);
     if how.is_on {
         match publish(runtime, how) {
             // A child that was forked before its own start has none.
@@ -22,17 +28,39 @@ pub(crate) fn start(runtime: &Runtime, how: &Publish) {
     }
 }
 
-fn publish(runtime: &Runtime, how: &Publish) -> warpool::Result<Publisher> {
+/// Joins the processes that share the GPUs, if the settings say so. What it cannot join it uses alone, with a warning.
+pub(crate) fn share(runtime: &Runtime, how: &Publish) {
+    if !runtime.settings().share.enabled {
+        return;
+    }
+    let joined = page(runtime, how).and_then(|(directory, page)| {
+        let pages: Arc<dyn LedgerPages> = Arc::new(SharedPages::new(directory.clone(), Arc::clone(page)));
+        runtime.allocator().share(&pages)
+    });
+    if let Err(error) = joined {
+        tracing::warn!("share:True has no effect: {error}");
+    }
+}
+
+fn page(runtime: &Runtime, how: &Publish) -> warpool::Result<&'static (PageDirectory, Arc<ProcessPage>)> {
+    if let Some(page) = PAGE.get() {
+        return Ok(page);
+    }
     let folder = how.folder.clone().unwrap_or_else(PageDirectory::default_path);
-    let options = PageOptions { command: command() };
-    let page = Arc::new(PageDirectory::open(&folder)?.publish(runtime.instance(), &options)?);
+    let directory = PageDirectory::open(&folder)?;
+    let page = Arc::new(directory.publish(runtime.instance(), &PageOptions { command: command() })?);
+    Ok(PAGE.get_or_init(|| (directory, page)))
+}
+
+fn publish(runtime: &Runtime, how: &Publish) -> warpool::Result<Publisher> {
+    let (_, page) = page(runtime, how)?;
     let tags: TagSource = Arc::new(|| runtime::started().map(Runtime::tags).unwrap_or_default());
     let options = PublishOptions {
         accepts_limits: how.accepts_limits,
         host: Some(runtime.pinned.allocator().clone()),
         tags: Some(tags),
     };
-    Publisher::start(&page, runtime.shared_allocator(), options)
+    Publisher::start(page, runtime.shared_allocator(), options)
 }
 
 /// The command line of this process, with the program's name without its folder.

@@ -671,6 +671,10 @@ impl Runtime {
     pub fn set_settings(&self, string: &str) -> Result<()> {
         allocator::set_settings(self.allocator(), string)?;
         self.pinned.allocator().set_settings(self.settings().pinned);
+        if self.settings().share.enabled {
+            // An invalid environment was an error of the start.
+            publish::share(self, &environment::publish().unwrap_or_default());
+        }
         self.start_reclaim();
         Ok(())
     }

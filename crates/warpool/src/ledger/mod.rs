@@ -7,8 +7,7 @@
 //! - Nothing here waits for another process but [`CardShare::wait_for_others`], for a bounded time.
 
 mod admission;
-#[cfg(all(test, any(target_os = "linux", target_os = "macos")))]
-mod processes;
+mod pages;
 mod rules;
 #[cfg(test)]
 mod tests;
@@ -18,14 +17,16 @@ use std::sync::{Arc, Mutex};
 
 use warpool_driver::{DeviceId, DeviceUuid, Driver};
 
-use self::admission::{JOINED, WORDS, Words};
-use self::rules::{Entry, Verdict, capacity, others_can_give, to_give};
+pub use self::pages::{LedgerPages, OtherLedger};
+
+use self::admission::{JOINED, Words};
+use self::rules::{Entry, Verdict, capacity, others_can_give, room, to_give};
 use crate::error::ShareError;
-use crate::share::{LEDGER_WORDS, OtherPage, PageDirectory, ProcessPage, now_us};
 use crate::sync::primitives as sync;
 use crate::{Instance, Result, lock};
 
-const _: () = assert!(WORDS <= LEDGER_WORDS, "an entry fits");
+/// How many words an entry has.
+pub(crate) const WORDS: usize = admission::WORDS;
 
 /// Grants are raised to multiples of this, where there is room: so most requests read no other process's words.
 const CHUNK: u64 = 64 << 20;
@@ -47,47 +48,24 @@ pub(crate) struct Terms {
 /// This process's part of one card.
 #[derive(Debug)]
 pub(crate) struct CardShare {
-    directory: PageDirectory,
-    page: Arc<ProcessPage>,
+    pages: Arc<dyn LedgerPages>,
     device: DeviceId,
     uuid: DeviceUuid,
     number: u64,
     terms: Terms,
     /// Other processes that share, as of the last look into the folder.
-    peers: Mutex<Vec<Peer>>,
+    peers: Mutex<Vec<Box<dyn OtherLedger>>>,
     /// What the last refused claim lacked.
     missing: AtomicU64,
     /// The folder cannot be used any more.
     is_off: AtomicBool,
 }
 
-/// The page of another process, and the number of the card in it.
-#[derive(Debug)]
-struct Peer {
-    page: OtherPage,
-    device: usize,
-}
-
-impl Peer {
-    fn words(&self) -> Words<'_> {
-        Words(self.page.ledger(self.device))
-    }
-
-    /// What it says. What it asked for long ago does not count.
-    fn entry(&self) -> Entry {
-        let mut entry = self.words().entry(self.page.identity().number);
-        if now_us().abs_diff(self.words().asked_us()) > ASKED_FOR_US {
-            entry.wanted = 0;
-        }
-        entry
-    }
-}
-
 impl CardShare {
     /// Joins the processes that share a card. `held` is what this one has already. An error if they have another
     /// layout, or if more would be guaranteed than the card has: then this process shares nothing.
     pub(crate) fn join(
-        (directory, page): (&PageDirectory, &Arc<ProcessPage>),
+        pages: &Arc<dyn LedgerPages>,
         instance: &Instance,
         device: DeviceId,
         terms: Terms,
@@ -95,11 +73,10 @@ impl CardShare {
     ) -> Result<Self> {
         let properties = instance.device(device.0)?.properties().clone();
         let share = Self {
-            directory: directory.clone(),
-            page: Arc::clone(page),
+            pages: Arc::clone(pages),
             device,
             uuid: properties.uuid,
-            number: page.number(),
+            number: pages.number(),
             terms,
             peers: Mutex::default(),
             missing: AtomicU64::new(0),
@@ -117,19 +94,15 @@ impl CardShare {
     }
 
     fn check(&self, bytes_total: u64) -> Result<()> {
-        let listing = self.directory.list()?;
-        if let Some(problem) = listing.problems.into_iter().next() {
-            return Err(ShareError::Other { file: problem.file, why: problem.why }.into());
-        }
-        self.refresh()?;
+        *lock(&self.peers) = self.sharing(true)?;
         let mut guaranteed = self.terms.guaranteed;
         for peer in &*lock(&self.peers) {
-            let joined = peer.words().joined();
+            let joined = Words(peer.words()).joined();
             if joined != JOINED {
                 let why = format!("its ledger has layout {joined}, and this Warpool reads layout {JOINED}");
-                return Err(ShareError::Other { file: peer.page.path().display().to_string(), why }.into());
+                return Err(ShareError::Other { file: peer.file(), why }.into());
             }
-            guaranteed = guaranteed.saturating_add(peer.entry().guaranteed);
+            guaranteed = guaranteed.saturating_add(self.entry(&**peer).guaranteed);
         }
         if guaranteed > bytes_total {
             return Err(ShareError::Guarantees { guaranteed, bytes_total }.into());
@@ -138,29 +111,42 @@ impl CardShare {
     }
 
     fn words(&self) -> Words<'_> {
-        Words(self.page.ledger(self.device.0 as usize))
+        Words(self.pages.own(self.device.0 as usize))
     }
 
-    /// This process holds nothing any more.
+    /// This process holds nothing any more, or does not share.
     pub(crate) fn leave(&self) {
+        self.is_off.store(true, Ordering::Relaxed);
         self.words().leave();
+    }
+
+    /// The other processes that share the card now.
+    fn sharing(&self, strict: bool) -> Result<Vec<Box<dyn OtherLedger>>> {
+        let mut others = self.pages.others(self.uuid, strict)?;
+        others.retain(|other| Words(other.words()).joined() != 0);
+        Ok(others)
     }
 
     /// Looks which other processes share the card now.
     fn refresh(&self) -> Result<()> {
-        let pages = self.directory.list()?.pages.into_iter();
-        let peers = pages.filter_map(|page| {
-            let device = page.identity().devices.iter().position(|device| device.uuid == self.uuid)?;
-            Some(Peer { page, device }).filter(|peer| peer.words().joined() != 0)
-        });
-        let peers: Vec<Peer> = peers.collect();
-        *lock(&self.peers) = peers;
+        let others = self.sharing(false)?;
+        *lock(&self.peers) = others;
         Ok(())
+    }
+
+    /// What another process says. What it asked for long ago does not count.
+    fn entry(&self, of: &dyn OtherLedger) -> Entry {
+        let words = Words(of.words());
+        let mut entry = words.entry(of.number());
+        if self.pages.now_us().abs_diff(words.asked_us()) > ASKED_FOR_US {
+            entry.wanted = 0;
+        }
+        entry
     }
 
     /// To be called from time to time: looks for other processes, and makes sure that they see this one.
     pub(crate) fn keep(&self) {
-        let is_found = self.page.keep();
+        let is_found = self.pages.keep();
         if !is_found || self.refresh().is_err() {
             self.switch_off();
         }
@@ -168,13 +154,15 @@ impl CardShare {
 
     fn switch_off(&self) {
         if !self.is_off.swap(true, Ordering::Relaxed) {
-            let folder = self.directory.path().display();
+            let folder = self.pages.folder();
             tracing::warn!(%folder, "the folder of the pages is gone: this process shares its GPU without a ledger");
         }
     }
 
     fn others(&self) -> Vec<Entry> {
-        lock(&self.peers).iter().filter(|peer| peer.words().joined() == JOINED).map(Peer::entry).collect()
+        let peers = lock(&self.peers);
+        let sharing = peers.iter().filter(|peer| Words(peer.words()).joined() == JOINED);
+        sharing.map(|peer| self.entry(&**peer)).collect()
     }
 
     /// Lets the process hold `total` bytes, if the others leave that much. `missing` has what is missing if not.
@@ -204,12 +192,22 @@ impl CardShare {
         self.is_off.load(Ordering::Relaxed)
     }
 
+    /// What this process could take now, of what the driver has free.
+    pub(crate) fn room(&self, driver: &dyn Driver) -> u64 {
+        let (others, capacity) = self.read(driver);
+        if self.is_off.load(Ordering::Relaxed) {
+            u64::MAX
+        } else {
+            room(&self.words().entry(self.number), &others, capacity)
+        }
+    }
+
     /// What the others say, and what all may have together. A page may be created or released while this reads: then
     /// it counts as nobody's and not as free.
     fn read(&self, driver: &dyn Driver) -> (Vec<Entry>, u64) {
         let peers = lock(&self.peers);
-        let peers: Vec<&Peer> = peers.iter().filter(|peer| peer.words().joined() == JOINED).collect();
-        let entries = || peers.iter().map(|peer| peer.entry()).collect::<Vec<_>>();
+        let peers: Vec<_> = peers.iter().filter(|peer| Words(peer.words()).joined() == JOINED).collect();
+        let entries = || peers.iter().map(|peer| self.entry(&***peer)).collect::<Vec<_>>();
         let before = entries();
         // Without an answer nothing is known to be free.
         let free = driver.mem_info(self.device).map_or(0, |info| info.bytes_free);
@@ -261,7 +259,7 @@ impl CardShare {
                 missing => missing,
             };
             let (words, rounds) = (self.words(), step / self.terms.reclaim_ms);
-            words.ask(missing, rounds, now_us());
+            words.ask(missing, rounds, self.pages.now_us());
             let must_wait = is_last && rounds == 0;
             if !must_wait && !others_can_give(&words.entry(self.number), &self.others()) {
                 break;

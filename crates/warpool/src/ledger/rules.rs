@@ -72,6 +72,12 @@ pub(crate) fn decide(own: &Entry, others: &[Entry], capacity: u64) -> Verdict {
     }
 }
 
+/// What nobody owns, and `own` could take.
+pub(crate) fn room(own: &Entry, others: &[Entry], capacity: u64) -> u64 {
+    let owned = others.iter().fold(0, |sum: u64, other| sum.saturating_add(other.owned(other.claim)));
+    capacity.saturating_sub(owned).saturating_sub(own.held)
+}
+
 /// Whether anybody has something to give to `own`.
 pub(crate) fn others_can_give(own: &Entry, others: &[Entry]) -> bool {
     others.iter().any(|other| gives_to(other, own) && other.spare() > 0)
@@ -140,6 +146,7 @@ mod tests {
     fn a_claim_of_another_is_waited_for_and_not_counted_as_missing() {
         let other = Entry { claim: 3, ..entry(1, 0, 2) };
         let own = |claim| Entry { claim, ..entry(0, 0, 2) };
+        assert_eq!((room(&own(0), &[other], 8), room(&own(0), &[other], 4)), (1, 0));
         assert_eq!(decide(&own(1), &[other], 8), Verdict::Granted);
         assert_eq!(decide(&own(2), &[other], 8), Verdict::Contended);
         assert_eq!(decide(&own(6), &[other], 8), Verdict::Refused(2));

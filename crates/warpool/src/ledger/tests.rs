@@ -8,12 +8,19 @@ use super::rules;
 
 use shuttle::sync::Arc;
 use shuttle::thread;
+use warpool_testing::scaled;
 
 use self::admission::{WORDS, Words};
 use super::rules::Verdict;
-use crate::sync::tests::models::check;
 use crate::sync::tests::models::primitives as sync;
 use sync::AtomicU64;
+
+/// Fewer schedules than for locks: each has many more steps.
+fn check(model: impl Fn() + Sync + Send + Copy + 'static) {
+    let schedules = usize::try_from(scaled(150)).expect("few");
+    shuttle::check_random(model, schedules);
+    shuttle::check_pct(model, schedules, 3);
+}
 
 /// Processes that share a card of so many units, by number; each with its guarantee.
 struct Card {

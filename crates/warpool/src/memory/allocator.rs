@@ -13,7 +13,7 @@ use super::{
     Allocation, Checkpoints, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats, PrivatePools,
     Request, Settings, Snapshot, SnapshotOptions, Stats, Usage,
 };
-use crate::share::{PageDirectory, ProcessPage};
+use crate::ledger::LedgerPages;
 use crate::{Error, Instance, Result};
 
 /// An allocator of device memory, for all devices of one [`Instance`].
@@ -159,8 +159,8 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
         Ok(0)
     }
 
-    /// Divides the memory of the devices with other processes of the user, by [`Settings::share`]: their pages are in
-    /// `directory`, and `page` is the one of this process. The allocator then takes no memory that others hold or are
+    /// Divides the memory of the devices with other processes of the user, by [`Settings::share`]. `pages` has what
+    /// they say of each other: [`SharedPages`](crate::share::SharedPages). The allocator then takes no memory that others hold or are
     /// guaranteed, waits for a bounded time for their idle pages before a request fails, and gives its own. An error,
     /// and nothing is shared, if another process cannot be understood or too much is guaranteed.
     ///
@@ -168,8 +168,8 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
     /// [`reclaim_ms`](super::settings::ShareSettings::reclaim_ms) again and again, as
     /// [`BackgroundReclaim`](super::BackgroundReclaim) does. One allocator per process: those of one process do not see
     /// each other.
-    fn share(&self, directory: &PageDirectory, page: &Arc<ProcessPage>) -> Result<()> {
-        let _ = (directory, page);
+    fn share(&self, pages: &Arc<dyn LedgerPages>) -> Result<()> {
+        let _ = pages;
         unsupported(self.name(), "several processes on one GPU; use backend:paged")
     }
 

@@ -10,7 +10,7 @@ pub(crate) struct Limits {
     /// In bytes; `None` is no cap.
     pub(crate) cap: Option<u64>,
     /// The most of a card that is shared with other processes.
-    share: Option<u64>,
+    pub(crate) share: Option<u64>,
 }
 
 impl Limits {

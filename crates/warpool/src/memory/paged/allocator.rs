@@ -10,13 +10,13 @@ use super::heap::Heap;
 use super::last_heap::last_device;
 use super::pending::PendingFrees;
 use super::{PagedAllocator, inactive, naming_backend, reclaim, sharing, snapshot};
+use crate::ledger::LedgerPages;
 use crate::memory::elastic_range::ElasticRanges;
 use crate::memory::report::StackIds;
 use crate::memory::{
     Allocation, Checkpoints, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats,
     PrivatePools, Request, Settings, Snapshot, SnapshotOptions, StackLevel, Stat, Stats, Usage,
 };
-use crate::share::{PageDirectory, ProcessPage};
 use crate::{Error, Instance, Result, lock};
 
 impl PagedAllocator {
@@ -172,14 +172,14 @@ unsafe impl DeviceAllocator for PagedAllocator {
         released
     }
 
-    fn share(&self, directory: &PageDirectory, page: &Arc<ProcessPage>) -> Result<()> {
+    fn share(&self, pages: &Arc<dyn LedgerPages>) -> Result<()> {
         self.instance().expect_own_process("share")?;
-        self.join(directory, page)
+        self.join(pages)
     }
 
     fn largest_available(&self, device: DeviceId) -> Result<u64> {
         let paged_device = self.device(device)?;
-        let free = self.driver().mem_info(device)?.bytes_free;
+        let free = paged_device.bytes_available()?;
         let largest = paged_device.heaps.iter().map(|(_, heap)| inactive::largest(&heap.lock()));
         Ok(free.max(largest.max().unwrap_or(0)))
     }

@@ -392,7 +392,7 @@ impl ElasticRanges for PagedAllocator {
 
     fn headroom(&self, device: DeviceId) -> Result<u64> {
         let device = self.device(device)?;
-        let free = device.driver().mem_info(device.id)?.bytes_free;
+        let free = device.bytes_available()?;
         let table = lock(&device.pages);
         let room = device.limit().map_or(u64::MAX, |limit| limit.saturating_sub(table.bytes_limited()));
         let mut bytes = free.min(room) / table.slot_bytes * table.slot_bytes;

@@ -12,31 +12,33 @@ use super::old_mappings;
 use super::page_sizes::PageSizes;
 use super::pages::PageTable;
 use super::{PagedAllocator, decay};
-use crate::ledger::{CardShare, Terms};
+use crate::ledger::{CardShare, LedgerPages, Terms};
 use crate::memory::OomCause;
 use crate::memory::report::EntryDetails;
-use crate::share::{PageDirectory, ProcessPage};
 use crate::{Result, lock};
 
 impl PagedAllocator {
-    /// Joins the processes that share the cards of all devices; none, if one of them cannot be shared.
-    pub(super) fn join(&self, directory: &PageDirectory, page: &Arc<ProcessPage>) -> Result<()> {
+    /// Joins the processes that share the cards of all devices, once; none, if one of them cannot be shared.
+    pub(super) fn join(&self, pages: &Arc<dyn LedgerPages>) -> Result<()> {
         let settings = self.shared.settings().share.clone();
         let terms = Terms {
             guaranteed: settings.guaranteed_bytes.min(settings.limit_bytes.unwrap_or(u64::MAX)),
             priority: settings.priority,
             reclaim_ms: settings.reclaim_ms,
         };
-        let join = |device: &PagedDevice| {
+        for (index, device) in self.devices.iter().enumerate().filter(|(_, device)| device.card.get().is_none()) {
             let held = lock(&device.pages).bytes_awake();
-            CardShare::join((directory, page), &self.shared.instance, device.id, terms, held)
-        };
-        let joined = self.devices.iter().map(join).collect::<Result<Vec<_>>>()?;
-        for (device, share) in self.devices.iter().zip(joined) {
-            if let Err(second) = device.card.set(share) {
-                // It shares already, by the first page.
-                second.leave();
+            match CardShare::join(pages, &self.shared.instance, device.id, terms, held) {
+                // Only another thread that does the same could have set it.
+                Ok(card) => drop(device.card.set(card)),
+                Err(error) => {
+                    self.devices[..index].iter().filter_map(|device| device.card.get()).for_each(CardShare::leave);
+                    return Err(error);
+                }
             }
+        }
+        for device in &self.devices {
+            device.change_limits(|limits| limits.share = settings.limit_bytes);
         }
         Ok(())
     }
@@ -59,6 +61,12 @@ impl PagedDevice {
             }
             _ => Ok(()),
         }
+    }
+
+    /// What the driver has free, as far as other processes leave it.
+    pub(super) fn bytes_available(&self) -> Result<u64> {
+        let free = self.driver().mem_info(self.id)?.bytes_free;
+        Ok(self.card.get().map_or(free, |card| free.min(card.room(self.driver()))))
     }
 
     /// Makes attempts to get `bytes` while other processes give pages. `None` if there is nobody to wait for, or

@@ -15,7 +15,7 @@ use warpool_driver::{Call, DeviceId, DevicePtr, Driver, DriverError, ErrorCode};
 
 use crate::memory::settings::ShareSettings;
 use crate::memory::{Allocation, BackgroundReclaim, DeviceAllocator as _, PagedAllocator, Request, Settings};
-use crate::share::{PageDirectory, PageOptions, ProcessPage};
+use crate::share::{LedgerPages, PageDirectory, PageOptions, ProcessPage, SharedPages};
 use crate::{Error, Instance, Result, StreamLease, lock};
 
 const DEVICE: DeviceId = DeviceId(0);
@@ -136,7 +136,8 @@ impl Process {
     }
 
     fn join(&self) -> Result<()> {
-        self.paged.share(&self.pages, &self.page)
+        let pages: Arc<dyn LedgerPages> = Arc::new(SharedPages::new(self.pages.clone(), self.page.clone()));
+        self.paged.share(&pages)
     }
 
     fn allocate(&self, mib: u64) -> Result<Allocation> {
@@ -177,7 +178,7 @@ struct Other {
 
 impl Other {
     fn start(folder: &Folder, program: &str, seed: u64) -> Self {
-        let test = "ledger::processes::a_process_that_other_tests_start";
+        let test = "share::ledger_tests::a_process_that_other_tests_start";
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", test, "--ignored", "--nocapture"]).env(FOLDER, &folder.0);
         command.env(PROGRAM, program).env(SEED, seed.to_string());
@@ -314,9 +315,12 @@ fn idle_memory_of_another_process_is_given() {
     let folder = Folder::new();
     let mut other = Other::start(&folder, "idle", 0);
     let process = Process::new(&folder.0, Some(0));
+    // What the other one has, or was granted and does not hold yet, is not there before it gives it.
+    assert!(process.paged.largest_available(DEVICE).unwrap() <= CARD - 200 * MIB);
     // Its guarantee stays its own.
     let block = process.allocate(CARD / MIB - 32).unwrap();
     process.check();
+    assert_eq!(process.paged.largest_available(DEVICE).unwrap(), 0);
     assert!(
         matches!(process.allocate(2), Err(Error::OutOfMemory(report)) if report.cause == crate::memory::OomCause::Shared)
     );
