@@ -160,9 +160,9 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
     }
 
     /// Divides the memory of the devices with other processes of the user, by [`Settings::share`]. `pages` has what
-    /// they say of each other: [`SharedPages`](crate::share::SharedPages). The allocator then takes no memory that others hold or are
-    /// guaranteed, waits for a bounded time for their idle pages before a request fails, and gives its own. An error,
-    /// and nothing is shared, if another process cannot be understood or too much is guaranteed.
+    /// they say of each other: [`SharedPages`](crate::share::SharedPages). The allocator then takes no memory that
+    /// others hold or are guaranteed, waits for a bounded time for their idle pages before a request fails, and gives
+    /// its own. An error, and nothing is shared, if another process cannot be understood or too much is guaranteed.
     ///
     /// Call it before the first request, and [`release_idle`](Self::release_idle) within
     /// [`reclaim_ms`](super::settings::ShareSettings::reclaim_ms) again and again, as

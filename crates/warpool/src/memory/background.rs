@@ -14,7 +14,8 @@ use crate::lock;
 const INTERVAL_UNUSED: Duration = Duration::from_secs(1);
 
 /// A thread that calls [`DeviceAllocator::release_idle`] for all devices, several times within
-/// [`idle_decay_ms`](Settings::idle_decay_ms), and within the time in which pages are given to other processes. It ends when this is dropped, or the allocator.
+/// [`idle_decay_ms`](Settings::idle_decay_ms), and within the time in which pages are given to other
+/// processes. It ends when this is dropped, or the allocator.
 ///
 /// ```
 /// # use std::sync::Arc;

@@ -14,7 +14,7 @@ use warpool_driver::sim::{SimConfig, SimDriver};
 use warpool_driver::{Call, DeviceId, DevicePtr, Driver, DriverError, ErrorCode};
 
 use crate::memory::settings::ShareSettings;
-use crate::memory::{Allocation, BackgroundReclaim, DeviceAllocator as _, PagedAllocator, Request, Settings};
+use crate::memory::{Allocation, BackgroundReclaim, DeviceAllocator as _, OomCause, PagedAllocator, Request, Settings};
 use crate::share::{LedgerPages, PageDirectory, PageOptions, ProcessPage, SharedPages};
 use crate::{Error, Instance, Result, StreamLease, lock};
 
@@ -321,9 +321,8 @@ fn idle_memory_of_another_process_is_given() {
     let block = process.allocate(CARD / MIB - 32).unwrap();
     process.check();
     assert_eq!(process.paged.largest_available(DEVICE).unwrap(), 0);
-    assert!(
-        matches!(process.allocate(2), Err(Error::OutOfMemory(report)) if report.cause == crate::memory::OomCause::Shared)
-    );
+    let refused = process.allocate(2);
+    assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::Shared), "{refused:?}");
     process.paged.free(block).unwrap();
     other.tell("go on");
     other.expect("again");

@@ -9,7 +9,7 @@ use super::free::{Fences, result_of};
 use super::heap::Heap;
 use super::last_heap::last_device;
 use super::pending::PendingFrees;
-use super::{PagedAllocator, inactive, naming_backend, reclaim, sharing, snapshot};
+use super::{PagedAllocator, decay, inactive, naming_backend, reclaim, snapshot};
 use crate::ledger::LedgerPages;
 use crate::memory::elastic_range::ElasticRanges;
 use crate::memory::report::StackIds;
@@ -167,7 +167,10 @@ unsafe impl DeviceAllocator for PagedAllocator {
         let device = self.device(device)?;
         // Without a call stack: the caller is a thread that has nothing to do with the memory.
         let details = device.timed_details(StackLevel::Never);
-        let released = sharing::attend(device, &details);
+        if let Some(card) = device.card.get() {
+            card.keep();
+        }
+        let released = decay::release_idle(device, &details);
         device.report();
         released
     }

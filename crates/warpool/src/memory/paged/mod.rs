@@ -45,6 +45,7 @@ mod heap;
 mod heaps;
 mod homes;
 mod hot_path;
+mod idle_pages;
 mod ids;
 mod inactive;
 mod last_heap;

@@ -5,16 +5,16 @@
 
 use std::sync::Arc;
 
-use super::decay::{free_bytes, idle_first, take_pages};
+use super::PagedAllocator;
 use super::device::PagedDevice;
-use super::fill::OrOom;
+use super::idle_pages::{free_bytes, idle_first, take_pages};
 use super::old_mappings;
 use super::page_sizes::PageSizes;
 use super::pages::PageTable;
-use super::{PagedAllocator, decay};
 use crate::ledger::{CardShare, LedgerPages, Terms};
 use crate::memory::OomCause;
 use crate::memory::report::EntryDetails;
+use crate::memory::segment_source::OrOom;
 use crate::{Result, lock};
 
 impl PagedAllocator {
@@ -100,12 +100,4 @@ pub(super) fn give(device: &PagedDevice, table: &mut PageTable, details: &EntryD
     }
     share.settle(table.bytes_awake(), table.bytes_limited(), free_bytes(device, table, &heaps));
     outcome
-}
-
-/// What a thread does now and then for a process that may make no calls.
-pub(super) fn attend(device: &PagedDevice, details: &EntryDetails) -> Result<u64> {
-    if let Some(share) = device.card.get() {
-        share.keep();
-    }
-    decay::release_idle(device, details)
 }

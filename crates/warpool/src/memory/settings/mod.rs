@@ -168,8 +168,8 @@ pub struct Settings {
 /// use warpool::memory::Settings;
 ///
 /// let settings = Settings::parse("backend:paged,share:True,share_guaranteed:20GiB,share_limit:60GiB").unwrap();
-/// let share = ShareSettings { enabled: true, guaranteed_bytes: 20 << 30, limit_bytes: Some(60 << 30), ..ShareSettings::default() };
-/// assert_eq!(settings.share, share);
+/// let share: &ShareSettings = &settings.share;
+/// assert_eq!((share.guaranteed_bytes, share.limit_bytes, share.reclaim_ms), (20 << 30, Some(60 << 30), 50));
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShareSettings {
