@@ -30,7 +30,7 @@ use crate::captures::Captures;
 use crate::elastic::ProcessElastic;
 use crate::environment;
 use crate::error::{Error, Result};
-use crate::publish;
+use crate::publish::{self, Published};
 use crate::stacks::{self, Stacks};
 use crate::streams::StreamTable;
 use crate::tags::ProcessTags;
@@ -130,7 +130,13 @@ fn start(backend: Backend) -> Result<&'static Runtime> {
         let runtime = open(environment::driver()?, backend, environment::settings)?;
         || runtime
     });
-    publish::start(runtime, &how);
+    let published = Published {
+        instance: &runtime.instance,
+        allocator: &runtime.allocator,
+        host: runtime.pinned.allocator(),
+        tags: Arc::new(|| started().map(Runtime::tags).unwrap_or_default()),
+    };
+    publish::start(published, &how);
     Ok(runtime)
 }
 
@@ -252,11 +258,6 @@ impl Runtime {
     #[inline]
     pub fn allocator(&self) -> &dyn DeviceAllocator {
         &*self.allocator
-    }
-
-    /// The same, to share it.
-    pub(crate) fn shared_allocator(&self) -> &Arc<dyn DeviceAllocator> {
-        &self.allocator
     }
 
     /// The device with that index.
@@ -673,7 +674,7 @@ impl Runtime {
         self.pinned.allocator().set_settings(self.settings().pinned);
         if self.settings().share.enabled {
             // An invalid environment was an error of the start.
-            publish::share(self, &environment::publish().unwrap_or_default());
+            publish::share(self.allocator(), &environment::publish().unwrap_or_default());
         }
         self.start_reclaim();
         Ok(())
