@@ -93,6 +93,10 @@ impl Words<'_> {
         self.load(HELD)
     }
 
+    pub(super) fn idle(&self) -> u64 {
+        self.load(IDLE)
+    }
+
     pub(super) fn set_held(&self, held: u64, idle: u64) {
         self.store(IDLE, idle);
         self.store(HELD, held);

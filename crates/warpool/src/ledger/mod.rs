@@ -152,8 +152,10 @@ impl CardShare {
         }
     }
 
+    /// To the others this process is then like any other program: what it has is not free.
     fn switch_off(&self) {
         if !self.is_off.swap(true, Ordering::Relaxed) {
+            self.words().leave();
             let folder = self.pages.folder();
             tracing::warn!(%folder, "the folder of the pages is gone: this process shares its GPU without a ledger");
         }
@@ -165,12 +167,14 @@ impl CardShare {
         sharing.map(|peer| self.entry(&**peer)).collect()
     }
 
-    /// Lets the process hold `total` bytes, if the others leave that much. `missing` has what is missing if not.
-    pub(crate) fn admit(&self, driver: &dyn Driver, total: u64) -> bool {
+    /// Lets the process, which holds `held` bytes, hold `total`, if the others leave that much. `missing` has what is
+    /// missing if not.
+    pub(crate) fn admit(&self, driver: &dyn Driver, held: u64, total: u64) -> bool {
         let granted = self.words().granted();
         if total <= granted || self.is_off.load(Ordering::Relaxed) {
             return true;
         }
+        self.set_held(held);
         let (exact, rounded) = (total - granted, total.next_multiple_of(CHUNK) - granted);
         for bytes in [rounded, exact].into_iter().take(if rounded == exact { 1 } else { 2 }) {
             let others = || {
@@ -223,6 +227,12 @@ impl CardShare {
         let capacity = capacity(free, &entries);
         entries.pop();
         (entries, capacity)
+    }
+
+    /// Says what the process holds. Before memory is released, so that nothing counts as free and as held.
+    pub(crate) fn set_held(&self, held: u64) {
+        let words = self.words();
+        words.set_held(held, words.idle().min(held));
     }
 
     /// Says what the process holds, and how much of that is idle. `limited` is that and what it is about to take. What

@@ -7,6 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use warpool_driver::fork::Origin;
+
 use super::{DeviceAllocator, Settings, SharedAllocator};
 use crate::lock;
 
@@ -35,6 +37,7 @@ const INTERVAL_UNUSED: Duration = Duration::from_secs(1);
 pub struct BackgroundReclaim {
     stop: Arc<Stop>,
     thread: Option<JoinHandle<()>>,
+    origin: Origin,
 }
 
 #[derive(Debug, Default)]
@@ -61,7 +64,7 @@ impl BackgroundReclaim {
         if let Err(error) = &thread {
             tracing::warn!(%error, "cannot start the thread that returns idle memory; requests do its work");
         }
-        Self { stop, thread: thread.ok() }
+        Self { stop, thread: thread.ok(), origin: Origin::here() }
     }
 
     /// Whether settings give it something to do.
@@ -73,6 +76,11 @@ impl BackgroundReclaim {
 
 impl Drop for BackgroundReclaim {
     fn drop(&mut self) {
+        // A forked child has no such thread.
+        if !self.origin.is_here() {
+            std::mem::forget(self.thread.take());
+            return;
+        }
         *lock(&self.stop.is_set) = true;
         self.stop.changed.notify_one();
         // The thread may drop the allocator, and with it the owner of this.

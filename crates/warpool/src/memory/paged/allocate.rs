@@ -140,7 +140,7 @@ impl PagedDevice {
             Ok(allocation) => return Ok(allocation),
             Err(why) => {
                 // While others have idle pages, the streams of this process are not waited for.
-                if let Some(allocation) = self.wait_for_others(request.bytes, false, || allocate(false))? {
+                if let Some(allocation) = self.wait_for_others((why, request.bytes), false, || allocate(false))? {
                     return Ok(allocation);
                 }
                 if pool.is_default()
@@ -172,7 +172,7 @@ impl PagedDevice {
             }
             match allocate(true)? {
                 Ok(allocation) => Ok(allocation),
-                Err(why) => self.wait_for_others(request.bytes, true, || allocate(false))?.ok_or(why),
+                Err(why) => self.wait_for_others((why, request.bytes), true, || allocate(false))?.ok_or(why),
             }
         };
         self.drop_removed();

@@ -246,17 +246,17 @@ impl PagedAllocator {
             elastic.expect_usable(though_asleep)?;
             device.commit(&mut elastic, stream, blocks.clone(), on_oom, details)
         };
-        let wait = |is_last: bool| {
+        let wait = |why: OomCause, is_last: bool| {
             let bytes = (blocks.end - blocks.start).saturating_mul(range.layout.rows * range.layout.block_bytes);
-            device.wait_for_others(bytes, is_last, || match attempt(false) {
+            device.wait_for_others((why, bytes), is_last, || match attempt(false) {
                 Ok(()) => Ok(Ok(())),
                 Err(Failed::OutOfMemory(why)) => Ok(Err(why)),
                 Err(Failed::Error(error)) => Err(error),
             })
         };
         let mut outcome = attempt(false);
-        if let Err(Failed::OutOfMemory(_)) = outcome {
-            if wait(false)?.is_some() {
+        if let Err(Failed::OutOfMemory(why)) = outcome {
+            if wait(why, false)?.is_some() {
                 return Ok(());
             }
             reclaim::wait_for_unknown_users(device)?;
@@ -265,8 +265,8 @@ impl PagedAllocator {
             segments::release(device, MemPoolId::DEFAULT, 0, details)?;
             outcome = attempt(true);
         }
-        if let Err(Failed::OutOfMemory(_)) = outcome
-            && wait(true)?.is_some()
+        if let Err(Failed::OutOfMemory(why)) = outcome
+            && wait(why, true)?.is_some()
         {
             return Ok(());
         }

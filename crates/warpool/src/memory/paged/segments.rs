@@ -131,7 +131,11 @@ pub(super) fn release_segment(
     let unwinds = OnUnwind::new(put_back);
     let source = lock(&device.pages).segment_source(on_device);
     let outcome = wait_for(device, users, details).and_then(|waited| {
-        if waited { source.free(device, DevicePtr(base), bytes, stream).map(|()| true) } else { Ok(false) }
+        if !waited {
+            return Ok(false);
+        }
+        device.will_hold(lock(&device.pages).bytes_awake().saturating_sub(bytes));
+        source.free(device, DevicePtr(base), bytes, stream).map(|()| true)
     });
     unwinds.disarm();
     if !matches!(outcome, Ok(true)) {

@@ -55,11 +55,17 @@ impl PagedDevice {
 
     /// Whether other processes leave `bytes` more than now. From then on they do.
     pub(super) fn admit_shared(&self, table: &PageTable, bytes: u64) -> OrOom<()> {
+        let total = table.bytes_limited().saturating_add(bytes);
         match self.card.get() {
-            Some(share) if !share.admit(self.driver(), table.bytes_limited().saturating_add(bytes)) => {
-                Err(OomCause::Shared)
-            }
+            Some(card) if !card.admit(self.driver(), table.bytes_awake(), total) => Err(OomCause::Shared),
             _ => Ok(()),
+        }
+    }
+
+    /// Memory is about to be released; `held` is what is left then.
+    pub(super) fn will_hold(&self, held: u64) {
+        if let Some(card) = self.card.get() {
+            card.set_held(held);
         }
     }
 
@@ -69,15 +75,15 @@ impl PagedDevice {
         Ok(self.card.get().map_or(free, |card| free.min(card.room(self.driver()))))
     }
 
-    /// Makes attempts to get `bytes` while other processes give pages. `None` if there is nobody to wait for, or
-    /// nothing came of it. Not to be called with a lock.
+    /// Makes attempts to get `bytes`, which failed because of `why`, while other processes give pages. `None` if they
+    /// could not help, or nothing came of it. Not to be called with a lock.
     pub(super) fn wait_for_others<T>(
         &self,
-        bytes: u64,
+        (why, bytes): (OomCause, u64),
         is_last: bool,
         attempt: impl FnMut() -> Result<OrOom<T>>,
     ) -> Result<Option<T>> {
-        match self.card.get() {
+        match self.card.get().filter(|_| matches!(why, OomCause::Shared | OomCause::Device)) {
             Some(share) => share.wait_for_others(bytes, is_last, attempt),
             None => Ok(None),
         }
