@@ -50,7 +50,7 @@ fn blocks_are_never_overwritten_by_other_owners() {
 #[test]
 fn no_page_is_shared_by_two_owners() {
     let kinds = ["faults", "out of memory", "captures", "replays", "use elsewhere", "pool", "shortage"];
-    let pages = ["page taken", "page taken back", "old mapping undone"];
+    let pages = ["page taken", "page taken back", "old mapping undone", "decay"];
     find_nothing(Campaign::Pages, 100, &[&kinds[..], &pages].concat());
 }
 

@@ -19,7 +19,7 @@ use warpool::memory::raw::Request;
 use warpool::memory::report::{PageStats, Snapshot, SnapshotOptions, Stats};
 use warpool::memory::settings::Backend;
 use warpool::memory::sleep::{Keep, SleepReport, TagInfo};
-use warpool::memory::{DeviceAllocator, HostBlock, MemPoolId, Settings};
+use warpool::memory::{BackgroundReclaim, DeviceAllocator, HostBlock, MemPoolId, Settings};
 use warpool::{Device, Instance, Stream};
 use warpool_driver::fork::{self, Origin};
 use warpool_driver::{DeviceId, DevicePtr, Driver, ForeignStream, StreamId};
@@ -56,6 +56,8 @@ pub struct Runtime {
     pub(crate) sharing: Sharing,
     tags: ProcessTags,
     elastic: ProcessElastic,
+    /// Started if settings ask for it, and never stopped: it does nothing where they do not.
+    reclaim: OnceLock<BackgroundReclaim>,
     pub(crate) history_on: AtomicBool,
 }
 
@@ -215,7 +217,7 @@ impl Runtime {
         let instance = Instance::new(driver)?;
         let pinned = PinnedMemory::new(&instance, settings.pinned.clone());
         let allocator = allocator::create(&instance, settings)?;
-        Ok(Self {
+        let runtime = Self {
             origin,
             device_count: instance.device_count(),
             instance,
@@ -231,8 +233,18 @@ impl Runtime {
             sharing: Sharing::default(),
             tags: ProcessTags::default(),
             elastic: ProcessElastic::default(),
+            reclaim: OnceLock::new(),
             history_on: AtomicBool::new(false),
-        })
+        };
+        runtime.start_reclaim();
+        Ok(runtime)
+    }
+
+    /// Starts the thread that returns idle memory to the driver, if settings give it something to do.
+    fn start_reclaim(&self) {
+        if BackgroundReclaim::is_useful(&self.settings()) {
+            self.reclaim.get_or_init(|| BackgroundReclaim::start(&self.allocator));
+        }
     }
 
     /// The driver with its devices.
@@ -660,6 +672,11 @@ impl Runtime {
     pub fn set_settings(&self, string: &str) -> Result<()> {
         allocator::set_settings(self.allocator(), string)?;
         self.pinned.allocator().set_settings(self.settings().pinned);
+        if self.settings().share.enabled {
+            // An invalid environment was an error of the start.
+            publish::share(self.allocator(), &environment::publish().unwrap_or_default());
+        }
+        self.start_reclaim();
         Ok(())
     }
 

@@ -110,6 +110,7 @@ pub mod handle;
 mod instance;
 mod kernels;
 mod launch;
+mod ledger;
 pub mod memory;
 mod pool_id;
 pub mod share;

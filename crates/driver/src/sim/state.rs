@@ -121,7 +121,7 @@ impl SimState {
     }
 
     /// Moves the virtual time on, and completes what ends until then.
-    fn advance_to(&mut self, time: u64) {
+    pub fn advance_to(&mut self, time: u64) {
         while self.scheduler.next_completion().is_some_and(|end| end <= time) {
             self.step();
         }

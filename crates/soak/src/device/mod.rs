@@ -61,6 +61,8 @@ struct Run<'a> {
     /// Of a small device: the bytes of all pages that it has room for, and of those that may be reserved now.
     capacity_of_pages: u64,
     limit_of_pages: u64,
+    /// Whether pages that nobody needs return to the driver.
+    decays: bool,
 }
 
 /// Runs one program.
@@ -84,6 +86,7 @@ pub fn run(context: &mut Context, mix: Mix) {
         Mix::Graphs if !context.seed.is_multiple_of(8) => Allocators::Caching,
         _ => Allocators::All,
     };
+    let context_seed = context.seed;
     let subject = Subject::draw(context, &machine, allocators);
     let sizes = if mix == Mix::Pages { Sizes::draw(&mut context.rng, capacity) } else { Sizes::Classes };
     let mut run = Run {
@@ -96,6 +99,8 @@ pub fn run(context: &mut Context, mix: Mix) {
         sizes,
         capacity_of_pages: capacity,
         limit_of_pages: capacity,
+        // Drawn from the seed, so that the others' steps stay the same.
+        decays: mix == Mix::Pages && context_seed % 4 == 3,
         held: Vec::new(),
         graphs: Graphs::default(),
         pools: Vec::new(),
@@ -106,6 +111,7 @@ pub fn run(context: &mut Context, mix: Mix) {
         next_tag: 1,
     };
     run.attach_callbacks();
+    run.begin_decay();
     for _ in 0..60 + run.context.rng.below(200) {
         match mix {
             Mix::Memory => run.memory_step(),

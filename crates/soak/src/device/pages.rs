@@ -2,13 +2,15 @@
 //! pages overlap in all ways and heaps take pages from each other, trims to a target, and the check that memory runs
 //! out only if it is short.
 
+use std::time::Duration;
+
 use warpool::driver::DeviceId;
 use warpool::memory::raw::Request;
-use warpool::memory::{DeviceAllocator as _, MemPoolId, PagedAllocator};
+use warpool::memory::{DeviceAllocator as _, MemPoolId, PagedAllocator, Settings};
 
 use super::Run;
 use super::pools::Pool;
-use crate::machine::device_id;
+use crate::machine::{Outcome, device_id};
 use crate::rng::Rng;
 
 const MIB: u64 = 1 << 20;
@@ -55,6 +57,7 @@ fn draw_bytes(rng: &mut Rng, capacity: u64) -> u64 {
 
 impl Run<'_> {
     pub fn page_step(&mut self) {
+        self.decay();
         match self.context.rng.below(64) {
             0..22 => self.allocate(),
             22..24 => self.check_tag(),
@@ -74,6 +77,27 @@ impl Run<'_> {
             61 | 62 => self.delay_work(),
             63 if self.context.rng.one_in(2) => self.change_use_on_oom(),
             _ => self.synchronize(),
+        }
+    }
+
+    /// In some programs pages decay. Memory is idle after a millisecond of virtual time.
+    pub fn begin_decay(&mut self) {
+        let Some(paged) = self.subject.paged.clone().filter(|_| self.decays) else { return };
+        self.context.step("pages decay");
+        let settings = paged.settings().as_ref().clone();
+        paged.set_settings(Settings { idle_decay_ms: Some(1), ..settings }).unwrap();
+    }
+
+    fn decay(&mut self) {
+        let Some(paged) = self.subject.paged.clone().filter(|_| self.decays) else { return };
+        let micros = self.context.rng.pick(&[50, 200, 2000]);
+        self.machine.sim.pass_time(Duration::from_micros(micros));
+        if self.context.rng.one_in(2) {
+            self.context.step(format!("after {micros} us idle pages are released"));
+            let released = self.machine.call(self.context, || paged.release_idle(device_id(0)));
+            if matches!(released, Outcome::Done(1..)) {
+                self.context.made("decay");
+            }
         }
     }
 

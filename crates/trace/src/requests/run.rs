@@ -179,7 +179,8 @@ impl Device {
         let allocator: Arc<dyn DeviceAllocator> = match conditions.allocator {
             AllocatorChoice::Caching => Arc::new(CachingAllocator::new(&instance, settings)),
             AllocatorChoice::Paged => {
-                let paged = PagedAllocator::new(&instance, settings)?;
+                // Time does not pass as in the program.
+                let paged = PagedAllocator::new(&instance, Settings { idle_decay_ms: None, ..settings })?;
                 paged.set_adoption(false);
                 Arc::new(paged)
             }

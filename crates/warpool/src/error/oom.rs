@@ -24,6 +24,8 @@ pub enum OomCause {
         /// Bytes allocated through it.
         held: u64,
     },
+    /// The rest of the device is held by other processes that share it, or guaranteed to them.
+    Shared,
 }
 
 /// The request, and how the device's memory is used.
@@ -103,6 +105,12 @@ impl fmt::Display for OomReport {
         }
         match self.cause {
             OomCause::Device | OomCause::Limit | OomCause::Cap { .. } => {}
+            OomCause::Shared => {
+                f.write_str(
+                    " The rest is held by other processes that share the GPU, or guaranteed to them (share:True); \
+                     none of it was idle.",
+                )?;
+            }
             OomCause::Rejected => {
                 f.write_str(" Refused before the driver was called, because throw_on_cudamalloc_oom is set.")?;
             }

@@ -20,4 +20,23 @@ pub enum ShareError {
         /// The reason.
         why: String,
     },
+    /// Another process of this GPU cannot be understood, so that its memory is not known.
+    #[error("the page of another process, {file}, cannot be read: {why}; nothing is shared")]
+    Other {
+        /// Its file.
+        file: String,
+        /// The reason.
+        why: String,
+    },
+    /// More would be guaranteed to processes than the GPU has.
+    #[error(
+        "with this process, {guaranteed} bytes would be guaranteed on a GPU of {bytes_total} bytes: lower \
+         share_guaranteed; nothing is shared"
+    )]
+    Guarantees {
+        /// The sum of all guarantees.
+        guaranteed: u64,
+        /// The memory of the GPU.
+        bytes_total: u64,
+    },
 }

@@ -13,6 +13,7 @@ use super::{
     Allocation, Checkpoints, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats, PrivatePools,
     Request, Settings, Snapshot, SnapshotOptions, Stats, Usage,
 };
+use crate::ledger::LedgerPages;
 use crate::{Error, Instance, Result};
 
 /// An allocator of device memory, for all devices of one [`Instance`].
@@ -145,6 +146,32 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
     /// Returns unused cached memory to the driver, and returns the number of bytes. For the default pool, this includes
     /// the memory of all released private pools. A private pool is trimmed only if it is released.
     fn trim(&self, device: DeviceId, pool: MemPoolId) -> Result<u64>;
+
+    /// Returns a part of the memory to the driver that was not needed for [`idle_decay_ms`], and the number of bytes:
+    /// 0 if it is too early for the next part, and by default. Waits for nothing. The paged allocator also does this in
+    /// requests that need pages, so only a program that makes none for long has to call it:
+    /// [`BackgroundReclaim`] is a thread that does.
+    ///
+    /// [`idle_decay_ms`]: crate::memory::Settings::idle_decay_ms
+    /// [`BackgroundReclaim`]: crate::memory::BackgroundReclaim
+    fn release_idle(&self, device: DeviceId) -> Result<u64> {
+        let _ = device;
+        Ok(0)
+    }
+
+    /// Divides the memory of the devices with other processes of the user, by [`Settings::share`]. `pages` has what
+    /// they say of each other: [`SharedPages`](crate::share::SharedPages). The allocator then takes no memory that
+    /// others hold or are guaranteed, waits for a bounded time for their idle pages before a request fails, and gives
+    /// its own. An error, and nothing is shared, if another process cannot be understood or too much is guaranteed.
+    ///
+    /// Call it before the first request, and [`release_idle`](Self::release_idle) within
+    /// [`reclaim_ms`](super::settings::ShareSettings::reclaim_ms) again and again, as
+    /// [`BackgroundReclaim`](super::BackgroundReclaim) does. One allocator per process: those of one process do not see
+    /// each other.
+    fn share(&self, pages: &Arc<dyn LedgerPages>) -> Result<()> {
+        let _ = pages;
+        unsupported(self.name(), "several processes on one GPU; use backend:paged")
+    }
 
     /// The largest request that could succeed without waiting or releasing anything: the larger of the device's free
     /// memory and the largest cached block.

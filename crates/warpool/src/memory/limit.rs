@@ -9,11 +9,14 @@ pub(crate) struct Limits {
     fraction: f64,
     /// In bytes; `None` is no cap.
     pub(crate) cap: Option<u64>,
+    /// The most of a card that is shared with other processes.
+    pub(crate) share: Option<u64>,
 }
 
 impl Limits {
     pub(crate) fn of(settings: &Settings) -> Self {
-        Self { fraction: settings.per_process_memory_fraction, cap: settings.memory_cap_bytes }
+        let share = settings.share.limit_bytes.filter(|_| settings.share.enabled);
+        Self { fraction: settings.per_process_memory_fraction, cap: settings.memory_cap_bytes, share }
     }
 
     pub(crate) fn fraction(self) -> f64 {
@@ -29,10 +32,10 @@ impl Limits {
         Ok(())
     }
 
-    /// The lower of the two limits; `None` is no limit.
+    /// The lowest of the limits; `None` is no limit.
     pub(crate) fn bytes(self, bytes_total: u64) -> Option<u64> {
         let by_fraction = (self.fraction < 1.0).then(|| share_of(bytes_total, self.fraction));
-        [by_fraction, self.cap].into_iter().flatten().min()
+        [by_fraction, self.cap, self.share].into_iter().flatten().min()
     }
 }
 

@@ -75,6 +75,7 @@
 mod allocation;
 mod allocator;
 mod asleep_ranges;
+mod background;
 mod caching;
 mod capture_count;
 mod capture_memory;
@@ -107,6 +108,7 @@ pub mod uncached;
 pub use crate::error::{OomCause, OomReport};
 pub use crate::pool_id::MemPoolId;
 pub use allocator::{DeviceAllocator, SharedAllocator};
+pub use background::BackgroundReclaim;
 pub use caching::CachingAllocator;
 pub use device_block::{Allocate, DeviceBlock};
 pub use host::{HostAllocator, HostBlock};

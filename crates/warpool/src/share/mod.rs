@@ -83,6 +83,9 @@
 mod board;
 mod directory;
 mod layout;
+mod ledger_pages;
+#[cfg(all(test, any(target_os = "linux", target_os = "macos")))]
+mod ledger_tests;
 mod limit;
 mod other;
 mod page;
@@ -92,9 +95,11 @@ mod tests;
 mod values;
 
 pub use crate::error::ShareError;
+pub use crate::ledger::{LedgerPages, OtherLedger};
 pub use board::{Board, BoardOrder, BoardProcess, BoardRow, Card};
 pub use directory::{Listing, PageDirectory, PageProblem};
 pub use layout::LEDGER_WORDS;
+pub use ledger_pages::SharedPages;
 pub use limit::{LimitAnswer, LimitRequest};
 pub use other::{DeviceOfPage, OtherPage, PageIdentity, Reading};
 pub use page::{PageOptions, ProcessPage};

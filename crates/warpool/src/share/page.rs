@@ -71,6 +71,12 @@ impl ProcessPage {
         Self { words: words_of_page, path, origin: Origin::here(), devices }
     }
 
+    /// Identifies it among all pages.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.words.words()[NUMBER_AT].load(Ordering::Relaxed)
+    }
+
     /// Its file.
     #[must_use]
     pub fn path(&self) -> &Path {

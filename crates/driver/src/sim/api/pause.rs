@@ -1,8 +1,10 @@
-//! Paused streams: work runs on request of a replay or test, not by virtual time.
+//! Paused streams: work runs on request of a replay or test, not by virtual time. And time that passes without a call.
 //!
 //! Not part of the contract. A paused stream accepts work but starts none of it. Work that had started when the stream
 //! was paused ends as usual. A wait of the host overrides the pause: what it waits for, and what that waits for in
 //! turn, runs and takes its usual time. So no wait is endless.
+
+use std::time::Duration;
 
 use crate::sim::driver::SimDriver;
 use crate::sim::refuse::{named_as, refuse, unnamed};
@@ -54,6 +56,15 @@ impl SimDriver {
             state.scheduler.resume(stream);
             Ok(())
         })
+    }
+
+    /// Lets virtual time pass in which the host makes no call, and completes the work that ends until then. Host
+    /// callbacks that become due run at the next call.
+    pub fn pass_time(&self, time: Duration) {
+        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let mut state = self.lock();
+        let until = state.scheduler.now().saturating_add(nanos);
+        state.advance_to(until);
     }
 
     fn with_stream<R>(

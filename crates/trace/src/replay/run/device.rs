@@ -99,7 +99,8 @@ impl ReplayDevice {
             }
             AllocatorChoice::Paged => {
                 let memory_cap_bytes = settings.memory_cap_bytes.or(options.memory_limit);
-                let settings = Settings { memory_cap_bytes, ..settings };
+                // Time does not pass as it did in the program.
+                let settings = Settings { memory_cap_bytes, idle_decay_ms: None, ..settings };
                 let paged = PagedAllocator::new(&instance, settings)?;
                 paged.set_adoption(false);
                 (Arc::new(paged), None)

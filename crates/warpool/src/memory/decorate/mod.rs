@@ -50,6 +50,7 @@ use super::{
     Allocation, DeviceAllocator, GraphKey, HistoryOptions, MappedPart, MemPoolId, Observers, PageStats, PrivatePools,
     Request, Settings, Snapshot, SnapshotOptions, Stats, Usage,
 };
+use crate::ledger::LedgerPages;
 use crate::unwind::{OnUnwind, call_each};
 use crate::{Error, Instance, Result};
 
@@ -248,6 +249,8 @@ unsafe impl<D: Decorator> DeviceAllocator for D {
 
     forward! {
         find(ptr: DevicePtr) -> Result<Allocation>;
+        release_idle(device: DeviceId) -> Result<u64>;
+        share(pages: &Arc<dyn LedgerPages>) -> Result<()>;
         largest_available(device: DeviceId) -> Result<u64>;
         set_memory_fraction(device: DeviceId, fraction: f64) -> Result<()>;
         memory_fraction(device: DeviceId) -> Result<f64>;

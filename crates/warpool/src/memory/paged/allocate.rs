@@ -139,6 +139,10 @@ impl PagedDevice {
         let outcome = match allocate(false)? {
             Ok(allocation) => return Ok(allocation),
             Err(why) => {
+                // While others have idle pages, the streams of this process are not waited for.
+                if let Some(allocation) = self.wait_for_others((why, request.bytes), false, || allocate(false))? {
+                    return Ok(allocation);
+                }
                 if pool.is_default()
                     && let Some(found) = self.search_for_oom(request, details)
                 {
@@ -166,7 +170,10 @@ impl PagedDevice {
                     segments::release(self, MemPoolId::DEFAULT, 0, details)?;
                 }
             }
-            allocate(true)?
+            match allocate(true)? {
+                Ok(allocation) => Ok(allocation),
+                Err(why) => self.wait_for_others((why, request.bytes), true, || allocate(false))?.ok_or(why),
+            }
         };
         self.drop_removed();
         outcome.map_err(|cause| self.out_of_memory(request, number, cause, capturing, details))

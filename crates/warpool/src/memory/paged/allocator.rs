@@ -9,7 +9,8 @@ use super::free::{Fences, result_of};
 use super::heap::Heap;
 use super::last_heap::last_device;
 use super::pending::PendingFrees;
-use super::{PagedAllocator, inactive, naming_backend, reclaim, snapshot};
+use super::{PagedAllocator, decay, inactive, naming_backend, reclaim, snapshot};
+use crate::ledger::LedgerPages;
 use crate::memory::elastic_range::ElasticRanges;
 use crate::memory::report::StackIds;
 use crate::memory::{
@@ -162,9 +163,26 @@ unsafe impl DeviceAllocator for PagedAllocator {
         trimmed
     }
 
+    fn release_idle(&self, device: DeviceId) -> Result<u64> {
+        let device = self.device(device)?;
+        // Without a call stack: the caller is a thread that has nothing to do with the memory.
+        let details = device.timed_details(StackLevel::Never);
+        if let Some(card) = device.card.get() {
+            card.keep();
+        }
+        let released = decay::release_idle(device, &details);
+        device.report();
+        released
+    }
+
+    fn share(&self, pages: &Arc<dyn LedgerPages>) -> Result<()> {
+        self.instance().expect_own_process("share")?;
+        self.join(pages)
+    }
+
     fn largest_available(&self, device: DeviceId) -> Result<u64> {
         let paged_device = self.device(device)?;
-        let free = self.driver().mem_info(device)?.bytes_free;
+        let free = paged_device.bytes_available()?;
         let largest = paged_device.heaps.iter().map(|(_, heap)| inactive::largest(&heap.lock()));
         Ok(free.max(largest.max().unwrap_or(0)))
     }

@@ -143,6 +143,8 @@ pub(super) struct Totals {
     current: [Tally; 2],
     /// Small, large, both.
     peak: [Tally; 3],
+    /// The most active bytes since they were last [taken](Self::take_active_peak).
+    active_peak: u64,
     /// What the sums of increases and of decreases were when they were last reset.
     added_before: [Tally; 2],
     freed_before: [Tally; 2],
@@ -164,6 +166,7 @@ impl Totals {
         for (metric, &others) in of_all.iter().enumerate() {
             raise(&mut self.peak[2][metric], others + heap.highest[2][metric]);
         }
+        raise(&mut self.active_peak, of_all[ACTIVE_BYTES] + heap.highest[2][ACTIVE_BYTES]);
         heap.collected = current;
         let [small, large] = current;
         heap.highest = [small, large, sum(&current)];
@@ -173,6 +176,12 @@ impl Totals {
     pub(super) fn reset_peak(&mut self) {
         let [small, large] = self.current;
         self.peak = [small, large, sum(&self.current)];
+    }
+
+    /// Active bytes now, and the most since the last call. All heaps are collected.
+    pub(super) fn take_active_peak(&mut self) -> (u64, u64) {
+        let now = sum(&self.current)[ACTIVE_BYTES];
+        (now, std::mem::replace(&mut self.active_peak, now).max(now))
     }
 
     /// `added`: the sums of increases of all heaps.

@@ -7,7 +7,7 @@
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use rustc_hash::FxHashMap;
 use warpool_driver::{DevicePtr, StreamId};
@@ -24,6 +24,7 @@ use super::last_heap::DeviceKey;
 use super::left_addresses::LeftAddresses;
 use super::pages::PageTable;
 use super::pools::{PoolHeaps, Pools, SegmentSource};
+use crate::ledger::CardShare;
 use crate::memory::core::{AllocatorCore, DeviceCore};
 use crate::memory::report::{EntryDetails, HistoryRecorder};
 use crate::memory::stream_fence::StreamFences;
@@ -87,6 +88,8 @@ pub(super) struct PagedDevice {
     pub(super) pages: Mutex<PageTable>,
     pub(super) pools: Mutex<Pools>,
     pub(super) elastic: ElasticTable,
+    /// This process's part of the card, if processes share it.
+    pub(super) card: OnceLock<CardShare>,
     /// Sources of removed pools and segments, to be dropped.
     removed: Mutex<Vec<SegmentSource>>,
     fences: Mutex<StreamFences<BlockRef>>,
@@ -120,6 +123,7 @@ impl PagedDevice {
             pages: Mutex::new(PageTable::new(slot_bytes)),
             pools: Mutex::new(Pools::new(core.id, PoolHeaps::default())),
             elastic: ElasticTable::default(),
+            card: OnceLock::new(),
             removed: Mutex::default(),
             fences: Mutex::default(),
             has_pending: AtomicBool::new(false),
@@ -140,6 +144,9 @@ impl Drop for PagedDevice {
         if pages.has_no_mappings() && !self.core.instance().is_inherited() {
             let left = self.core.instance().extensions().get_or_init(LeftAddresses::default);
             left.add(self.space.take_all());
+            if let Some(share) = self.card.get() {
+                share.leave();
+            }
         }
     }
 }

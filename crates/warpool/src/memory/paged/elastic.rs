@@ -246,13 +246,29 @@ impl PagedAllocator {
             elastic.expect_usable(though_asleep)?;
             device.commit(&mut elastic, stream, blocks.clone(), on_oom, details)
         };
+        let wait = |why: OomCause, is_last: bool| {
+            let bytes = (blocks.end - blocks.start).saturating_mul(range.layout.rows * range.layout.block_bytes);
+            device.wait_for_others((why, bytes), is_last, || match attempt(false) {
+                Ok(()) => Ok(Ok(())),
+                Err(Failed::OutOfMemory(why)) => Ok(Err(why)),
+                Err(Failed::Error(error)) => Err(error),
+            })
+        };
         let mut outcome = attempt(false);
-        if let Err(Failed::OutOfMemory(_)) = outcome {
+        if let Err(Failed::OutOfMemory(why)) = outcome {
+            if wait(why, false)?.is_some() {
+                return Ok(());
+            }
             reclaim::wait_for_unknown_users(device)?;
             PendingFrees::new(device, details).wait()?;
             device.counts.retries.fetch_add(1, Ordering::Relaxed);
             segments::release(device, MemPoolId::DEFAULT, 0, details)?;
             outcome = attempt(true);
+        }
+        if let Err(Failed::OutOfMemory(why)) = outcome
+            && wait(why, true)?.is_some()
+        {
+            return Ok(());
         }
         outcome.map_err(|failed| match failed {
             Failed::Error(error) => error,
@@ -376,7 +392,7 @@ impl ElasticRanges for PagedAllocator {
 
     fn headroom(&self, device: DeviceId) -> Result<u64> {
         let device = self.device(device)?;
-        let free = device.driver().mem_info(device.id)?.bytes_free;
+        let free = device.bytes_available()?;
         let table = lock(&device.pages);
         let room = device.limit().map_or(u64::MAX, |limit| limit.saturating_sub(table.bytes_limited()));
         let mut bytes = free.min(room) / table.slot_bytes * table.slot_bytes;

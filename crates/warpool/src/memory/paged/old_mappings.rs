@@ -223,6 +223,7 @@ pub(super) fn release_unused(device: &PagedDevice, table: &mut PageTable, page: 
         unmap(device, table, page, slot)?;
     }
     let physical = table.remove(page);
+    device.will_hold(table.bytes_awake());
     release_physical(device, table, physical);
     Ok(())
 }

@@ -109,10 +109,9 @@ impl SleepingPoolOwner for PagedAllocator {
         within_limit: bool,
     ) -> Result<bool> {
         let device = self.device(device)?;
-        let limit = device.limit().filter(|_| within_limit);
         let (mut table, mut pools) = (lock(&device.pages), lock(&device.pools));
         let more = asleep.as_ref().map_or(0, |asleep| pools.sleeping.bytes_more(pool, asleep));
-        if more > 0 && limit.is_some_and(|limit| table.bytes_limited().saturating_add(more) > limit) {
+        if more > 0 && within_limit && device.admit(&table, more).is_err() {
             return Ok(false);
         }
         pools.sleeping.set(pool, asleep);

@@ -8,6 +8,7 @@ use super::old_mappings::{self, Recording, release_unused, unmap};
 use super::pages::PageTable;
 use super::pools::Takeable;
 use super::segments;
+use super::sharing;
 use super::slot::Slot;
 use super::take::{put_back, take_free};
 use crate::memory::MemPoolId;
@@ -166,6 +167,7 @@ fn release(device: &PagedDevice, pool: MemPoolId, target: u64, details: &EntryDe
         outcome = outcome.and(unmap_old(device, table, number, details));
     }
     table.forget_takes();
+    outcome = outcome.and(sharing::give(device, table, details));
     outcome?;
     Ok(before.saturating_sub(table.reserved_all().current))
 }

@@ -16,7 +16,7 @@ use super::pools::Takeable;
 use crate::memory::report::EntryDetails;
 use crate::memory::segment_source::OrOom;
 use crate::memory::stream_fence;
-use crate::memory::{Action, Allocation, MemPoolId, OomCause, Request, SegmentKind, SizeRules};
+use crate::memory::{Action, Allocation, MemPoolId, Request, SegmentKind, SizeRules};
 use crate::unwind::OnUnwind;
 use crate::{Error, Result, lock};
 
@@ -33,9 +33,12 @@ pub(super) fn allocate(
     };
     let size = rounded(request.bytes);
     let (kind, bytes) = (kind_of(size), SizeRules::new(&device.settings()).segment(size));
-    let limit = device.limit().unwrap_or(u64::MAX);
-    if !lock(&device.pages).begin_call(bytes, limit) {
-        return Ok(Err(OomCause::Limit));
+    {
+        let mut table = lock(&device.pages);
+        if let Err(cause) = device.admit(&table, bytes) {
+            return Ok(Err(cause));
+        }
+        table.begin_call(bytes);
     }
     let ptr = {
         let end = || lock(&device.pages).end_call(bytes);
@@ -128,7 +131,11 @@ pub(super) fn release_segment(
     let unwinds = OnUnwind::new(put_back);
     let source = lock(&device.pages).segment_source(on_device);
     let outcome = wait_for(device, users, details).and_then(|waited| {
-        if waited { source.free(device, DevicePtr(base), bytes, stream).map(|()| true) } else { Ok(false) }
+        if !waited {
+            return Ok(false);
+        }
+        device.will_hold(lock(&device.pages).bytes_awake().saturating_sub(bytes));
+        source.free(device, DevicePtr(base), bytes, stream).map(|()| true)
     });
     unwinds.disarm();
     if !matches!(outcome, Ok(true)) {

@@ -30,6 +30,12 @@ pub(super) enum Key {
     PinnedDeviceCap,
     FreeBlockOrder,
     MemoryCap,
+    IdleDecay,
+    Share,
+    ShareGuaranteed,
+    ShareLimit,
+    SharePriority,
+    ShareReclaim,
 }
 
 /// The properties of a key.
@@ -62,6 +68,10 @@ const fn native(info: KeyInfo) -> KeyInfo {
     KeyInfo { backends: &[Backend::Native], ..info }
 }
 
+const fn paged(info: KeyInfo) -> KeyInfo {
+    KeyInfo { backends: &[Backend::Paged], ..info }
+}
+
 const fn resets(info: KeyInfo) -> KeyInfo {
     KeyInfo { resets: true, ..info }
 }
@@ -75,9 +85,10 @@ const fn alias(info: KeyInfo, alias: &'static str) -> KeyInfo {
 }
 
 const BOOLEAN: &str = "True or False";
+const SIZE: &str = "a size such as 20GiB or 512MiB";
 
 /// All keys, in the order of the enum.
-pub(super) static KEYS: [KeyInfo; 24] = [
+pub(super) static KEYS: [KeyInfo; 30] = [
     key(
         Key::Backend,
         "backend",
@@ -253,6 +264,43 @@ pub(super) static KEYS: [KeyInfo; 24] = [
         "an integer, at least 2",
         "how much of each device may be reserved; Warpool's own key",
     ),
+    paged(unset(
+        key(
+            Key::IdleDecay,
+            "idle_decay_ms",
+            "an integer above 0",
+            "free pages that were not needed for so long return to the driver, a part at a time; Warpool's own key",
+        ),
+        "never",
+    )),
+    paged(key(Key::Share, "share", BOOLEAN, "processes of one user on one GPU divide its memory; Warpool's own key")),
+    paged(key(
+        Key::ShareGuaranteed,
+        "share_guaranteed",
+        SIZE,
+        "what this process always gets of each GPU, with share:True; Warpool's own key",
+    )),
+    paged(unset(
+        key(
+            Key::ShareLimit,
+            "share_limit",
+            SIZE,
+            "the most that this process takes of each GPU, with share:True; Warpool's own key",
+        ),
+        "unlimited",
+    )),
+    paged(key(
+        Key::SharePriority,
+        "share_priority",
+        "an integer",
+        "processes with a higher one get free pages of those with a lower one, with share:True; Warpool's own key",
+    )),
+    paged(key(
+        Key::ShareReclaim,
+        "share_reclaim_ms",
+        "an integer above 0",
+        "within which time an idle process gives free pages to others, with share:True; Warpool's own key",
+    )),
 ];
 
 impl Key {
@@ -311,6 +359,12 @@ impl Key {
             Self::PinnedDeviceCap => pinned.device_cap_bytes.map(mib),
             Self::FreeBlockOrder => Some(settings.free_block_order.name().into()),
             Self::MemoryCap => settings.memory_cap_bytes.map(mib),
+            Self::IdleDecay => settings.idle_decay_ms.map(|millis| millis.to_string()),
+            Self::Share => Some(boolean(settings.share.enabled)),
+            Self::ShareGuaranteed => Some(size(settings.share.guaranteed_bytes)),
+            Self::ShareLimit => settings.share.limit_bytes.map(size),
+            Self::SharePriority => Some(settings.share.priority.to_string()),
+            Self::ShareReclaim => Some(settings.share.reclaim_ms.to_string()),
         }
     }
 }
@@ -322,6 +376,17 @@ fn boolean(value: bool) -> String {
 fn mib(bytes: u64) -> String {
     (bytes / MIB).to_string()
 }
+
+/// In the largest unit that gives a whole number.
+fn size(bytes: u64) -> String {
+    let exact = SIZE_UNITS.iter().find(|(_, unit)| bytes > 0 && bytes.is_multiple_of(*unit) || *unit == 1);
+    let (name, unit) = exact.expect("a byte divides every size");
+    format!("{}{name}", bytes / unit)
+}
+
+/// The units of sizes, the largest first.
+pub(super) const SIZE_UNITS: [(&str, u64); 5] =
+    [("TiB", GIB << 10), ("GiB", GIB), ("MiB", MIB), ("KiB", 1 << 10), ("B", 1)];
 
 /// A number with a decimal point, so that it reads as a fraction.
 fn number(value: f64) -> String {

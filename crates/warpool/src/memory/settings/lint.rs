@@ -210,6 +210,16 @@ fn without_effect(settings: &Settings, given: &BTreeMap<Key, usize>) -> Vec<Warn
         Key::PinnedNumRegisterThreads,
         "no effect; add `pinned_use_cuda_host_register:True`, or remove it",
     );
+    let share = &settings.share;
+    for key in [Key::ShareGuaranteed, Key::ShareLimit, Key::SharePriority, Key::ShareReclaim] {
+        let paged = settings.backend == Backend::Paged;
+        warn(paged && is_set(key) && !share.enabled, key, "no effect; add `share:True`, or remove it");
+    }
+    warn(
+        share.enabled && share.limit_bytes.is_some_and(|limit| limit < share.guaranteed_bytes),
+        Key::ShareGuaranteed,
+        "no effect above `share_limit`, which is lower; lower this one, or raise that",
+    );
     let rounds_above_cached = pinned
         .max_cached_bytes
         .is_some_and(|cached| pinned.max_round_threshold_bytes.is_some_and(|round| round > cached));
@@ -285,7 +295,8 @@ mod tests {
             "expandable_segments:True,expandable_segments_reserve:1.125",
             "pinned_cap_mb:8,pinned_device_cap_mb:8,pinned_reserve_segment_size_mb:8",
             "backend:expandable,large_segment_size_mb:12",
-            "backend:paged,per_process_memory_fraction:0.5,memory_cap_mb:100",
+            "backend:paged,per_process_memory_fraction:0.5,memory_cap_mb:100,idle_decay_ms:5000",
+            "backend:paged,share:True,share_guaranteed:20GiB,share_limit:60GiB,share_priority:1,share_reclaim_ms:20",
         ];
         for string in quiet {
             assert!(lint(string).is_clean(), "settings {string:?}");
@@ -300,6 +311,16 @@ mod tests {
             "at byte 0: `garbage_collection_threshold`: no effect on expandable segments; remove it, or turn off \
              `expandable_segments`",
         );
+        check_warnings(
+            "backend:paged,share_limit:2GiB",
+            "at byte 14: `share_limit`: no effect; add `share:True`, or remove it",
+        );
+        check_warnings(
+            "backend:paged,share:True,share_guaranteed:3GiB,share_limit:2GiB",
+            "at byte 25: `share_guaranteed`: no effect above `share_limit`, which is lower; lower this one, or raise \
+             that",
+        );
+        check_warnings("idle_decay_ms:100", "at byte 0: `idle_decay_ms`: no effect; add `backend:paged`, or remove it");
         check_warnings(
             "max_non_split_rounding_mb:20",
             "at byte 0: `max_non_split_rounding_mb`: no effect while all blocks may be split; add \
@@ -421,7 +442,13 @@ pinned_free_catch_all                 default  False
 pinned_cap_mb                         default  unlimited
 pinned_device_cap_mb                  default  unlimited
 free_block_order                      default  registration
-memory_cap_mb                         kept     64";
+memory_cap_mb                         kept     64
+idle_decay_ms                         default  never
+share                                 default  False
+share_guaranteed                      default  0B
+share_limit                           default  unlimited
+share_priority                        default  0
+share_reclaim_ms                      default  50";
         assert_eq!(found.to_string(), expected);
 
         let refused = before.lint_update("expandable_segments:on");

@@ -96,6 +96,17 @@ const GIB: u64 = 1 << 30;
 /// - `free_block_order` (registration or address): which of two free blocks of one size is used first; Warpool's own
 ///   key.
 /// - `memory_cap_mb` (an integer, at least 2): how much of each device may be reserved; Warpool's own key.
+/// - `idle_decay_ms` (an integer above 0): free pages that were not needed for so long return to the driver, a part at
+///   a time; Warpool's own key.
+/// - `share` (True or False): processes of one user on one GPU divide its memory; Warpool's own key.
+/// - `share_guaranteed` (a size such as 20GiB or 512MiB): what this process always gets of each GPU, with share:True;
+///   Warpool's own key.
+/// - `share_limit` (a size such as 20GiB or 512MiB): the most that this process takes of each GPU, with share:True;
+///   Warpool's own key.
+/// - `share_priority` (an integer): processes with a higher one get free pages of those with a lower one, with
+///   share:True; Warpool's own key.
+/// - `share_reclaim_ms` (an integer above 0): within which time an idle process gives free pages to others, with
+///   share:True; Warpool's own key.
 ///
 /// `release_lock_on_hipmalloc` and `pinned_use_hip_host_register` are accepted as aliases.
 ///
@@ -142,6 +153,36 @@ pub struct Settings {
     pub free_block_order: FreeBlockOrder,
     /// How many bytes of each device may be reserved, in addition to the limit by the fraction.
     pub memory_cap_bytes: Option<u64>,
+    /// After how many milliseconds free pages that were not needed return to the driver, a part at a time; `None`:
+    /// never. See [`DeviceAllocator::release_idle`](super::DeviceAllocator::release_idle) for who does it.
+    pub idle_decay_ms: Option<u64>,
+    /// How the memory of a GPU is divided between processes.
+    pub share: ShareSettings,
+}
+
+/// How the memory of a GPU is divided between processes of one user, for each GPU. See
+/// [`DeviceAllocator::share`](super::DeviceAllocator::share).
+///
+/// ```
+/// use warpool::memory::settings::ShareSettings;
+/// use warpool::memory::Settings;
+///
+/// let settings = Settings::parse("backend:paged,share:True,share_guaranteed:20GiB,share_limit:60GiB").unwrap();
+/// let share: &ShareSettings = &settings.share;
+/// assert_eq!((share.guaranteed_bytes, share.limit_bytes, share.reclaim_ms), (20 << 30, Some(60 << 30), 50));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShareSettings {
+    /// Whether it is.
+    pub enabled: bool,
+    /// What this process always gets.
+    pub guaranteed_bytes: u64,
+    /// The most that it takes; `None`: no limit.
+    pub limit_bytes: Option<u64>,
+    /// Processes with a higher one get free pages of those with a lower one.
+    pub priority: u64,
+    /// Within which time an idle process gives free pages to others, in milliseconds.
+    pub reclaim_ms: u64,
 }
 
 /// The settings of pinned host memory.
@@ -248,7 +289,15 @@ impl Default for Settings {
             pinned: PinnedSettings::default(),
             free_block_order: FreeBlockOrder::default(),
             memory_cap_bytes: None,
+            idle_decay_ms: None,
+            share: ShareSettings::default(),
         }
+    }
+}
+
+impl Default for ShareSettings {
+    fn default() -> Self {
+        Self { enabled: false, guaranteed_bytes: 0, limit_bytes: None, priority: 0, reclaim_ms: 50 }
     }
 }
 

@@ -102,6 +102,11 @@ fn entry(key: Key) -> BoxedStrategy<String> {
         | Key::PinnedCap
         | Key::PinnedDeviceCap
         | Key::MemoryCap => (2..u64::MAX >> 22).prop_map(|mib| mib.to_string()).boxed(),
+        Key::ShareGuaranteed | Key::ShareLimit => (0..u64::MAX, 0..4_u32)
+            .prop_map(|(bytes, unit)| format!("{}{}", bytes >> (10 * unit), ["B", "KiB", "MiB", "GiB"][unit as usize]))
+            .boxed(),
+        Key::SharePriority => any::<u64>().prop_map(|priority| priority.to_string()).boxed(),
+        Key::ShareReclaim | Key::IdleDecay => (1..u64::MAX).prop_map(|millis| millis.to_string()).boxed(),
         Key::FreeBlockOrder => prop::sample::select(vec!["registration", "address"]).prop_map(String::from).boxed(),
         _ => any::<bool>().prop_map(|value| if value { "True" } else { "False" }.to_owned()).boxed(),
     };

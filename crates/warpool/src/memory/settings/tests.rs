@@ -54,6 +54,9 @@ fn every_key_is_read_and_written() {
     check_same("pinned_device_cap_mb:2");
     check_same("free_block_order:address");
     check_same("memory_cap_mb:2");
+    check_same("idle_decay_ms:1");
+    check_same("share:True,share_guaranteed:20GiB,share_limit:1025MiB,share_priority:7,share_reclaim_ms:20");
+    check("share_limit:1024MiB,share_guaranteed:3B", "share_guaranteed:3B,share_limit:1GiB");
 }
 
 #[test]
@@ -279,6 +282,15 @@ fn values_are_checked() {
     refused("pinned_cap_mb:1", "`1` is too small; give at least 2");
     refused("pinned_device_cap_mb:1", "`1` is too small; give at least 2");
     refused("memory_cap_mb:1", "`1` is too small; give at least 2");
+    refused("idle_decay_ms:0", "invalid value `0`; expected an integer above 0");
+    for value in ["20", "20GB", "GiB", "-1GiB", "0.5GiB", "20gib", "17592186044416MiB"] {
+        let text = format!("invalid value `{value}`; expected a size such as 20GiB or 512MiB");
+        refused(&format!("share_guaranteed:{value}"), &text);
+        refused(&format!("share_limit:{value}"), &text);
+    }
+    refused("share_priority:high", "invalid value `high`; expected an integer");
+    refused("share_reclaim_ms:0", "invalid value `0`; expected an integer above 0");
+    refused("idle_decay_ms:5s", "invalid value `5s`; expected an integer above 0");
 }
 
 #[test]
@@ -376,7 +388,8 @@ fn updates_reset_some_and_keep_others() {
                pinned_use_cuda_host_register:True,pinned_num_register_threads:8,pinned_use_background_threads:True,\
                pinned_reserve_segment_size_mb:64,pinned_max_round_threshold_mb:16,pinned_max_cached_size_mb:32,\
                pinned_free_catch_all:True,pinned_cap_mb:4096,pinned_device_cap_mb:2048,\
-               free_block_order:address,memory_cap_mb:4096";
+               free_block_order:address,memory_cap_mb:4096,idle_decay_ms:10000,\
+               share:True,share_guaranteed:20GiB,share_limit:60GiB,share_priority:1,share_reclaim_ms:20";
     check_same(all);
     check_updates(&[all, all], all);
     let resets = |entry: &&str| KEYS.iter().any(|info| info.resets && entry.starts_with(&format!("{}:", info.name)));

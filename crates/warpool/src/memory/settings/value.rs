@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use super::keys::{Key, nearest};
+use super::keys::{Key, SIZE_UNITS, nearest};
 use super::syntax::{Value, Word};
 use super::{Backend, FreeBlockOrder, GIB, MIB, Reserve, Settings};
 
@@ -65,6 +65,12 @@ pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<
         }
         // With less than the smallest segment nothing could be allocated.
         Key::MemoryCap => settings.memory_cap_bytes = Some(size_from(key, value, 2 * MIB)?),
+        Key::IdleDecay => settings.idle_decay_ms = Some(millis(key, value)?),
+        Key::Share => settings.share.enabled = boolean(key, value)?,
+        Key::ShareGuaranteed => settings.share.guaranteed_bytes = size_with_unit(key, value)?,
+        Key::ShareLimit => settings.share.limit_bytes = Some(size_with_unit(key, value)?),
+        Key::SharePriority => settings.share.priority = integer(key, word(key, value)?)?,
+        Key::ShareReclaim => settings.share.reclaim_ms = millis(key, value)?,
     }
     Ok(remarks)
 }
@@ -201,6 +207,23 @@ fn threads(key: Key, value: &Value) -> Read<u64> {
     let word = word(key, value)?;
     let threads = integer(key, word)?;
     if threads.is_power_of_two() && threads <= 128 { Ok(threads) } else { Err(invalid(key, word)) }
+}
+
+/// A number with a unit, as bytes.
+fn size_with_unit(key: Key, value: &Value) -> Read<u64> {
+    let word = word(key, value)?;
+    let digits = word.text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = word.text.split_at(digits);
+    let unit = SIZE_UNITS.iter().find(|(name, _)| *name == unit).map(|&(_, bytes)| bytes);
+    let bytes = number.parse::<u64>().ok().zip(unit).and_then(|(number, unit)| number.checked_mul(unit));
+    bytes.ok_or_else(|| invalid(key, word))
+}
+
+/// A time of at least a millisecond.
+fn millis(key: Key, value: &Value) -> Read<u64> {
+    let word = word(key, value)?;
+    let millis = integer(key, word)?;
+    if millis > 0 { Ok(millis) } else { Err(invalid(key, word)) }
 }
 
 /// A table of divisions. An entry of a list covers sizes from its MiB up to twice that; the first one also all below,

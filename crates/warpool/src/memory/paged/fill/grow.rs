@@ -35,12 +35,19 @@ impl Fill<'_> {
             if self.table.bytes_limited().saturating_add(bytes) > limit {
                 return Ok(Err(OomCause::Limit));
             }
+            // All that is still needed at once, so that nothing is created in vain; before it fails, page by page.
+            let rest = if self.request.on_oom { slots } else { supply.slots_needed.saturating_sub(credit).max(slots) };
+            if let Err(cause) = self.device.admit_shared(self.table, u64::from(rest) * self.table.slot_bytes) {
+                return Ok(Err(cause));
+            }
             match self.device.driver().vm_create(self.device.id, bytes, options) {
                 Ok(physical) => {
                     let page = self.table.add(physical, slots);
                     supply.created.push(page);
                     supply.add(page, slots, None);
                     credit = credit.saturating_sub(slots);
+                    // The free pages of the device were too few.
+                    self.table.note_all_needed();
                 }
                 Err(error) if error.code == ErrorCode::OutOfMemory => return Ok(Err(OomCause::Device)),
                 Err(error) => return Err(error.into()),
@@ -95,6 +102,7 @@ impl Fill<'_> {
     pub(super) fn release_new(&mut self, page: PageId) {
         if self.table.take_spare_page(page) {
             let physical = self.table.remove(page);
+            self.device.will_hold(self.table.bytes_awake());
             release_physical(self.device, self.table, physical);
         }
     }

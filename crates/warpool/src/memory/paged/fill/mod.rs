@@ -24,6 +24,7 @@ use warpool_driver::StreamId;
 
 use crate::defect::Defect;
 use crate::memory::paged::address_space::Location;
+use crate::memory::paged::decay;
 use crate::memory::paged::device::PagedDevice;
 use crate::memory::paged::heap::{Heap, kind_of, rounded};
 use crate::memory::paged::ids::{BlockId, HeapId, PageId};
@@ -33,6 +34,7 @@ use crate::memory::paged::page_sizes::PageSizes;
 use crate::memory::paged::pages::PageTable;
 use crate::memory::paged::reclaim;
 use crate::memory::paged::retire;
+use crate::memory::paged::sharing;
 use crate::memory::paged::slot::Slot;
 use crate::memory::paged::supply::Supply;
 use crate::memory::paged::used_heaps::look_at_used;
@@ -117,6 +119,9 @@ impl<'a> Fill<'a> {
     /// To be called at the end, whatever the outcome.
     fn end(&mut self) {
         self.order_after_bystanders();
+        if let Err(error) = sharing::give(self.device, self.table, self.details) {
+            tracing::warn!(%error, "pages could not be given to other processes; it is retried");
+        }
         self.table.note_changed(self.request.heap);
     }
 
@@ -177,6 +182,7 @@ impl<'a> Fill<'a> {
         }
         self.table.begin_request();
         look_at_used(self.device, self.table);
+        decay::decay(self.device, self.table, self.details);
         old_mappings::undo_some(self.device, self.table, self.details)?;
         retire::retire_unused(self.device, self.table, heap, self.details)?;
         if self.request.on_oom && !self.request.capturing {

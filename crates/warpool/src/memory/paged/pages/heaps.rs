@@ -96,6 +96,11 @@ impl PageTable {
         }
     }
 
+    /// When a heap was used last, in requests; `None` if that is long ago.
+    pub(in crate::memory::paged) fn last_use(&self, heap: HeapId) -> Option<u64> {
+        self.heap(heap).and_then(|heap| heap.used)
+    }
+
     /// A heap that was not used for long. The caller retires it, or [notes](Self::note_used) a use.
     pub(in crate::memory::paged) fn pop_unused(&mut self) -> Option<HeapId> {
         while let Some(&(used, heap)) =

@@ -18,6 +18,7 @@ use warpool_driver::PhysicalId;
 use self::heaps::HeapPages;
 use super::bystanders::Bystanders;
 use super::homes::{Home, HomeCounters};
+use super::needs::Needs;
 use super::page_sizes::PageSizes;
 use super::pools::SegmentSource;
 use super::unused_heaps::UnusedHeaps;
@@ -99,6 +100,7 @@ pub(super) struct PageTable {
     pub(super) homes: HomeCounters,
     pub(super) bystanders: Bystanders,
     pub(super) unused_heaps: UnusedHeaps,
+    pub(super) needs: Needs,
     pub(super) totals: PageTotals,
 }
 
@@ -144,6 +146,7 @@ impl PageTable {
             homes: HomeCounters::default(),
             bystanders: Bystanders::default(),
             unused_heaps: UnusedHeaps::default(),
+            needs: Needs::default(),
             totals: PageTotals::default(),
         }
     }
@@ -410,6 +413,16 @@ impl PageTable {
     /// Bytes of pages.
     pub(super) fn bytes_of_pages(&self) -> u64 {
         self.reserved.all.current - self.segment_bytes
+    }
+
+    /// Bytes of pages without those that are to leave.
+    pub(super) fn bytes_staying(&self) -> u64 {
+        self.bytes_of_pages() - self.leaving.iter().map(|&page| self.page_bytes(page)).sum::<u64>()
+    }
+
+    /// All pages are needed at this moment.
+    pub(super) fn note_all_needed(&mut self) {
+        self.needs.note(self.bytes_staying());
     }
 
     /// What is reserved, as statistics have it: what sleeps is not.

@@ -51,12 +51,8 @@ impl PageTable {
     }
 
     /// A source is asked for `bytes`, which count against the limit meanwhile. `false` if they exceed it.
-    pub(in crate::memory::paged) fn begin_call(&mut self, bytes: u64, limit: u64) -> bool {
-        let fits = self.bytes_limited().saturating_add(bytes) <= limit;
-        if fits {
-            self.calls_bytes += bytes;
-        }
-        fits
+    pub(in crate::memory::paged) fn begin_call(&mut self, bytes: u64) {
+        self.calls_bytes += bytes;
     }
 
     pub(in crate::memory::paged) fn end_call(&mut self, bytes: u64) {

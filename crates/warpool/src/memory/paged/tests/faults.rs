@@ -2,6 +2,7 @@
 //! program goes on afterwards, and at its end everything can be freed and given back.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use warpool_driver::decorate::FaultPlan;
 use warpool_driver::{
@@ -40,6 +41,7 @@ const PROGRAMS: &[(&str, Program)] = &[
     ("out of memory", out_of_memory),
     ("recorded uses", recorded_uses),
     ("elastic memory", elastic),
+    ("idle decay", idle_decay),
 ];
 
 impl Run<'_> {
@@ -259,6 +261,24 @@ fn elastic(run: &mut Run<'_>) {
         // What is done in the other stream was not ordered, if that failed.
         run.machine.sim.device_synchronize(DEVICE).unwrap();
         paged.release(range);
+    }
+}
+
+/// Pages leave after a phase that needed them, while streams are busy and requests take others.
+fn idle_decay(run: &mut Run<'_>) {
+    let paged = Arc::clone(&run.machine.paged);
+    paged.set_settings(Settings { idle_decay_ms: Some(8), ..Settings::default() }).unwrap();
+    for round in 0..3 {
+        let blocks = [0, 1].map(|stream| run.allocate(stream, (20 + round) * MIB));
+        blocks.into_iter().for_each(|block| run.free(block));
+        for step in 0..12 {
+            run.machine.sim.pass_time(Duration::from_millis(2));
+            if step % 3 == 0 {
+                let block = run.allocate(2, MIB);
+                run.free(block);
+            }
+            run.pass(paged.release_idle(DEVICE));
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 //!
 //! - `bystanders`: streams that use a block although nobody said so.
 //! - `contention`: heaps that take the same page from each other.
+//! - `decay`: what nobody needed for long returns to the driver.
 //! - `defects`: deliberate defects are found.
 //! - `elastic`: elastic memory at addresses that another heap has had.
 //! - `faults`: every driver call of fixed programs fails once.
@@ -12,6 +13,7 @@
 
 mod bystanders;
 mod contention;
+mod decay;
 mod defects;
 mod elastic;
 mod faults;
