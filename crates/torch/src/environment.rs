@@ -1,7 +1,8 @@
-//! The environment variables: driver, settings, simulated GPU. Read once, when the runtime starts, and nowhere else in
-//! the crate. An invalid value is an error; there is no fallback.
+//! The environment variables: driver, settings, simulated GPU, recordings. Read once, when the runtime starts, and
+//! nowhere else in the crate. An invalid value is an error; there is no fallback.
 
 use std::env::{self, VarError};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use warpool::memory::Settings;
@@ -39,6 +40,17 @@ pub(crate) fn settings(backend: Backend) -> Result<Settings> {
         Some(string) => settings.overridden(&string).map_err(refused(OWN_VARIABLE)),
         None => Ok(settings),
     }
+}
+
+/// The folder of recordings, if `WARPOOL_RECORD_DIR` names one.
+pub(crate) fn record_folder() -> Option<PathBuf> {
+    env::var_os("WARPOOL_RECORD_DIR").filter(|value| !value.is_empty()).map(PathBuf::from)
+}
+
+/// The rank of this process in its job, by the variables of those who start jobs; 0 without one.
+pub(crate) fn rank() -> u64 {
+    let rank = |name: &&str| env::var(name).ok()?.trim().parse().ok();
+    ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"].iter().find_map(rank).unwrap_or(0)
 }
 
 fn refused(variable: &'static str) -> impl Fn(SettingsError) -> Error {
