@@ -229,9 +229,13 @@ impl Recorder {
         if !self.is_on() {
             return Ok(None);
         }
-        let Some(mut last) = self.try_last() else { return Ok(None) };
+        let last = match reason {
+            // Whoever sends a signal wants a recording. The thread that writes it has nothing else to do.
+            Reason::Signal => Some(self.last.lock().unwrap_or_else(PoisonError::into_inner)),
+            _ => self.try_last(),
+        };
+        let Some(mut last) = last else { return Ok(None) };
         let interval = Duration::from_secs(program.settings().interval_s);
-        // Whoever sends a signal wants a recording.
         if reason != Reason::Signal && last.as_ref().is_some_and(|last| last.at.elapsed() < interval) {
             return Ok(None);
         }

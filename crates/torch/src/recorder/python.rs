@@ -186,16 +186,23 @@ impl PythonStacks {
         tables.stack(&walk.numbers)
     }
 
-    /// Replaces the numbers of stacks by their frames, and stacks that only PyTorch can read by none.
+    /// Replaces the numbers of stacks by their frames, and stacks that only PyTorch can read by none. The texts are
+    /// copied without the lock, for which threads that hold the interpreter's lock may wait.
     pub(crate) fn expand(&self, snapshot: &mut Snapshot) {
         let tables = self.lock();
-        let mut frames: FxHashMap<u32, Frame> = FxHashMap::default();
-        for stack in &mut snapshot.stacks {
-            if let Some(numbers) = number_of(stack).and_then(|number| tables.by_number.get(number)?.as_ref()) {
-                let frame = |&number: &u32| {
-                    frames.entry(number).or_insert_with(|| tables.frames[number as usize].to_frame()).clone()
-                };
-                *stack = numbers.iter().map(frame).collect();
+        let frames_of = |stack| number_of(stack).and_then(|number| tables.by_number.get(number)?.clone());
+        let stacks: Vec<Option<Arc<[u32]>>> = snapshot.stacks.iter().map(frames_of).collect();
+        drop(tables);
+        let numbers: FxHashSet<u32> = stacks.iter().flatten().flat_map(|frames| frames.iter().copied()).collect();
+        let tables = self.lock();
+        let stored = |number: u32| (number, tables.frames[number as usize].clone());
+        let stored: Vec<(u32, StoredFrame)> = numbers.into_iter().map(stored).collect();
+        drop(tables);
+        let frames: FxHashMap<u32, Frame> =
+            stored.iter().map(|(number, stored)| (*number, stored.to_frame())).collect();
+        for (stack, numbers) in snapshot.stacks.iter_mut().zip(stacks) {
+            if let Some(numbers) = numbers {
+                *stack = numbers.iter().map(|number| frames[number].clone()).collect();
             } else if !context_of(stack).is_null() {
                 *stack = Arc::new([]);
             }
