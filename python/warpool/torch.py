@@ -12,10 +12,11 @@ import sys
 import threading
 from typing import Any, Dict, Optional
 
-from . import _backend, _native
+from . import _backend, _native, _recorder
 from ._elastic import Elastic, ElasticInfo, elastic, headroom
 from ._memory_saver import memory_saver
 from ._native import Error
+from ._recorder import record_now
 from ._sleep import SleepReport, TagInfo, prepare_sleep, sleep, tag, tags, wake
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "memory_saver",
     "page_stats",
     "prepare_sleep",
+    "record_now",
     "set_settings",
     "settings",
     "sleep",
@@ -57,7 +59,12 @@ os.register_at_fork(after_in_child=_forget_lock)
 _enabled = False
 
 
-def enable(conf: Optional[str] = None) -> None:
+def enable(
+    conf: Optional[str] = None,
+    *,
+    record: Optional[str] = None,
+    record_dir: "Optional[_recorder.FolderOrFile]" = None,
+) -> None:
     """Makes Warpool the allocator of all CUDA tensors of this process.
 
     Call it once, before CUDA is used; right after `import torch` is best. `conf` has the format of
@@ -67,6 +74,11 @@ def enable(conf: Optional[str] = None) -> None:
 
     `backend` in the settings chooses the allocator: `paged`, the default, is Warpool's own, which reserves little more
     than is allocated; `native` places memory as PyTorch does, `expandable` is the same with expandable segments.
+
+    `record="oom"` keeps the last events of the allocator with call stacks, and writes them when memory runs out, with
+    what `warpool.explain` says about them; the exception's text ends with the lines that matter. It is the same as
+    `record:oom` in `conf`, which can also say what else has a recording written (docs/recording.md). Recordings go to
+    `record_dir`, else to WARPOOL_RECORD_DIR, else to `warpool-records` in the current folder.
 
     The first call for a version of PyTorch that the package has no backend for compiles one, into a cache folder.
 
@@ -82,13 +94,16 @@ def enable(conf: Optional[str] = None) -> None:
                 "Use warpool.torch.set_settings() to change settings"
             )
         torch = _torch_before_cuda()
-        _start(conf)
+        _start(_recorder.conf_with(conf, record))
+        if record_dir is not None:
+            _recorder.set_folder(record_dir)
         if _native.driver() != "cuda" and torch.cuda.is_available():
             raise RuntimeError(
                 f"the driver is {_native.driver()!r}, whose memory the GPU cannot access, and PyTorch has a GPU here: "
                 "unset WARPOOL_DRIVER"
             )
         _install(torch)
+        _recorder.show_stacks()
         _enabled = True
 
 

@@ -353,6 +353,39 @@ typedef struct warpool_elastic_values {
   int64_t blocks_per_page;
 } warpool_elastic_values;
 
+// An object of Python, a `PyObject *`.
+typedef void *warpool_python_object;
+
+// Functions of the interpreter, by their names there.
+typedef struct warpool_python {
+  // `PyGILState_GetThisThreadState`.
+  void *(*this_thread)(void);
+  // `PyGILState_Ensure`.
+  int (*ensure)(void);
+  // `PyGILState_Release`.
+  void (*release)(int state);
+  // `PyThreadState_GetFrame`.
+  warpool_python_object (*thread_frame)(void *thread);
+  // `PyFrame_GetBack`.
+  warpool_python_object (*frame_back)(warpool_python_object frame);
+  // `PyFrame_GetCode`.
+  warpool_python_object (*frame_code)(warpool_python_object frame);
+  // `PyFrame_GetLasti`; before Python 3.11, `PyFrame_GetLineNumber`.
+  int (*frame_position)(warpool_python_object frame);
+  // `PyFrame_GetLineNumber`.
+  int (*frame_line)(warpool_python_object frame);
+  // `PyObject_GetAttrString`.
+  warpool_python_object (*attribute)(warpool_python_object object, const char *name);
+  // `PyUnicode_AsUTF8AndSize`.
+  const char *(*text)(warpool_python_object object, ptrdiff_t *bytes);
+  // `PyErr_Fetch`.
+  void (*take_error)(warpool_python_object*, warpool_python_object*, warpool_python_object*);
+  // `PyErr_Restore`.
+  void (*set_error)(warpool_python_object, warpool_python_object, warpool_python_object);
+  // `Py_DecRef`.
+  void (*drop)(warpool_python_object object);
+} warpool_python;
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -678,7 +711,7 @@ int warpool_device_stats(int device,
 int warpool_expandable_sizes(int device, warpool_segment_size_visitor visit, void *user);
 
 // Calls `visitor` with the state of all devices, or of `pool` alone unless that is (0, 0); with the history if
-// `traces` is not 0. The functions may call this library.
+// `traces` is not 0 and the program records it. The functions may call this library.
 //
 // # Safety
 // `visitor` is NULL, which is an error, or its functions may be called with its `user`.
@@ -975,6 +1008,32 @@ void *warpool_elastic_tensor(void *ptr, uint8_t code, uint8_t bits, int ndim, co
 // # Safety
 // `tensor` is NULL or comes from `warpool_elastic_tensor`, and is not used afterwards.
 void warpool_elastic_tensor_free(void *tensor);
+
+// Recordings go to this folder from here on. It is made when the first one is written.
+//
+// # Safety
+// `folder` is NULL, which is an error, or a null-terminated string.
+int warpool_set_record_dir(const char *folder);
+
+// Writes a recording: the state of every device with the last events, and what `explain` says about it in a text with
+// the same name. `path` is NULL for a new file in the folder of recordings. The path of the file is copied to
+// `written`, null-terminated and truncated if it does not fit. An error unless the settings have `record:oom`.
+//
+// # Safety
+// `path` is NULL or a null-terminated string; `written` is NULL or points to `length` writable bytes.
+int warpool_record_now(const char *path, char *written, size_t length);
+
+// Writes a recording if the settings have `record_at_exit:True`: to be called when the program ends, while its memory
+// is still allocated.
+int warpool_record_at_exit(void);
+
+// Has recordings show the call stacks of a Python program. NULL ends that: on return no other thread is in the
+// interpreter for it, unless it was for longer than two seconds. It must be called before the interpreter ends, and
+// without its lock (the GIL). In a forked child NULL does nothing.
+//
+// # Safety
+// `python` is NULL, or its functions are those of the interpreter of this process, which has not ended.
+int warpool_set_python(const struct warpool_python *python);
 
 #ifdef __cplusplus
 }  // extern "C"

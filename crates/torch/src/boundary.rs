@@ -10,7 +10,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::{Error, Result};
-use crate::last_error;
+use crate::{last_error, recording};
 
 /// Runs `body`. A panic becomes [`Error::Panic`]; an error becomes the thread's last error.
 #[inline]
@@ -18,7 +18,7 @@ pub(crate) fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     // Unwind safe: shared state is protected by mutexes, and the crates below ignore poisoning on purpose.
     let result = panic::catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panic_error(&*panic)));
     if let Err(error) = &result {
-        last_error::set(error);
+        last_error::set(error, &recording::note(error));
     }
     result
 }
@@ -29,7 +29,7 @@ pub(crate) fn run<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
 pub(crate) fn attempt<T>(body: impl FnOnce() -> Option<T>) -> Result<Option<T>> {
     panic::catch_unwind(AssertUnwindSafe(body)).map_err(|panic| {
         let error = panic_error(&*panic);
-        last_error::set(&error);
+        last_error::set(&error, "");
         error
     })
 }

@@ -1,5 +1,5 @@
-//! The environment variables: driver, settings, simulated GPU. Read once, when the runtime starts, and nowhere else in
-//! the crate. An invalid value is an error; there is no fallback.
+//! The environment variables: driver, settings, simulated GPU, recordings. Read once, when the runtime starts, and
+//! nowhere else in the crate. An invalid value is an error; there is no fallback.
 
 use std::env::{self, VarError};
 use std::path::PathBuf;
@@ -66,6 +66,17 @@ fn publish_as(value: &str, folder: Option<PathBuf>) -> Result<Publish> {
         _ => return Err(Error::Publish { value: value.to_owned() }),
     };
     Ok(Publish { is_on, accepts_limits, folder })
+}
+
+/// The folder of recordings, if `WARPOOL_RECORD_DIR` names one.
+pub(crate) fn record_folder() -> Option<PathBuf> {
+    env::var_os("WARPOOL_RECORD_DIR").filter(|value| !value.is_empty()).map(PathBuf::from)
+}
+
+/// The rank of this process in its job, by the variables of those who start jobs; 0 without one.
+pub(crate) fn rank() -> u64 {
+    let rank = |name: &&str| env::var(name).ok()?.trim().parse().ok();
+    ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"].iter().find_map(rank).unwrap_or(0)
 }
 
 fn refused(variable: &'static str) -> impl Fn(SettingsError) -> Error {

@@ -290,6 +290,31 @@ pub enum Error {
         source: io::Error,
     },
 
+    /// A recording was asked for while none can be made.
+    #[error("recordings are off; call warpool.torch.enable(record=\"oom\"), or set WARPOOL_CONF=record:oom")]
+    NotRecording,
+
+    /// A recording that was asked for could not be written.
+    #[error("{why}")]
+    Record {
+        /// Why not.
+        why: String,
+    },
+
+    /// The recordings' folder cannot be found.
+    #[error("the current folder, in which recordings would be written, is not there: {source}; set WARPOOL_RECORD_DIR")]
+    RecordFolder {
+        /// Why not.
+        source: io::Error,
+    },
+
+    /// Signals or the memory in use cannot be watched.
+    #[error("record_signal or record_above cannot be watched: {source}; remove them from the settings")]
+    RecordWatcher {
+        /// Why not.
+        source: io::Error,
+    },
+
     /// The process was forked after it had started Warpool.
     #[error(
         "this process was forked after Warpool was started, and CUDA does not survive fork: start processes by 'spawn' \

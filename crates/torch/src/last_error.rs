@@ -17,12 +17,12 @@ pub(crate) fn is_out_of_memory() -> bool {
     OUT_OF_MEMORY.get()
 }
 
-/// Sets the last error of this thread.
+/// Sets the last error of this thread; `note` is added to its text.
 #[cold]
-pub(crate) fn set(error: &Error) {
+pub(crate) fn set(error: &Error, note: &str) {
     OUT_OF_MEMORY.set(error.is_out_of_memory());
     // Names and paths from outside may contain a null character, which would truncate the text.
-    let text = CString::new(error.to_string().replace('\0', "\u{fffd}")).expect("null characters are replaced");
+    let text = CString::new(format!("{error}{note}").replace('\0', "\u{fffd}")).expect("null characters are replaced");
     // Fails while the thread's locals are being destroyed; then the text is dropped.
     let _ = LAST.try_with(|last| *last.borrow_mut() = text);
 }

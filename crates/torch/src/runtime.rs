@@ -17,7 +17,7 @@ use warpool::memory::elastic::{ElasticLayout, ElasticMemory};
 use warpool::memory::pools::Checkpoints;
 use warpool::memory::raw::Request;
 use warpool::memory::report::{PageStats, Snapshot, SnapshotOptions, Stats};
-use warpool::memory::settings::Backend;
+use warpool::memory::settings::{Backend, RecordSettings};
 use warpool::memory::sleep::{Keep, SleepReport, TagInfo};
 use warpool::memory::{BackgroundReclaim, DeviceAllocator, HostBlock, MemPoolId, Settings};
 use warpool::{Device, Instance, Stream};
@@ -31,6 +31,7 @@ use crate::elastic::ProcessElastic;
 use crate::environment;
 use crate::error::{Error, Result};
 use crate::publish::{self, Published};
+use crate::recorder::{Program, Recorder};
 use crate::stacks::{self, Stacks};
 use crate::streams::StreamTable;
 use crate::tags::ProcessTags;
@@ -58,7 +59,9 @@ pub struct Runtime {
     elastic: ProcessElastic,
     /// Started if settings ask for it, and never stopped: it does nothing where they do not.
     reclaim: OnceLock<BackgroundReclaim>,
+    /// Whether the program records a history.
     pub(crate) history_on: AtomicBool,
+    pub(crate) recorder: Recorder,
 }
 
 static RUNTIME: OnceLock<Runtime> = OnceLock::new();
@@ -126,10 +129,13 @@ fn start(backend: Backend) -> Result<&'static Runtime> {
     let log = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(LevelFilter::WARN);
     let _ = log.without_time().log_internal_errors(false).try_init();
     let how = environment::publish()?;
-    let runtime = RUNTIME.get_or_init({
-        let runtime = open(environment::driver()?, backend, environment::settings)?;
-        || runtime
-    });
+    let runtime = open(environment::driver()?, backend, environment::settings)?;
+    runtime.recorder.set_rank(environment::rank());
+    if let Some(folder) = environment::record_folder() {
+        runtime.set_record_folder(&folder)?;
+    }
+    runtime.recorder.apply(&runtime, &runtime.settings().record, &RecordSettings::default())?;
+    let runtime = RUNTIME.get_or_init(|| runtime);
     let published = Published {
         instance: &runtime.instance,
         allocator: &runtime.allocator,
@@ -235,6 +241,7 @@ impl Runtime {
             elastic: ProcessElastic::default(),
             reclaim: OnceLock::new(),
             history_on: AtomicBool::new(false),
+            recorder: Recorder::new(|| get().ok().map(|runtime| runtime as &dyn Program)),
         };
         runtime.start_reclaim();
         Ok(runtime)
@@ -632,7 +639,18 @@ impl Runtime {
         let mut snapshot = self.allocator().snapshot(SnapshotOptions::default())?;
         self.rename_pools(&mut snapshot);
         self.tags.add_to(&mut snapshot);
+        self.recorder.python.expand(&mut snapshot);
         Ok(snapshot)
+    }
+
+    /// Whether the program records a history. (The recorder has one without that.)
+    pub(crate) fn is_history_on(&self) -> bool {
+        self.history_on.load(Ordering::Relaxed)
+    }
+
+    /// The devices that were used so far.
+    pub(crate) fn devices_in_use(&self) -> Vec<DeviceId> {
+        self.streams.devices()
     }
 
     /// Replaces our pool ids by PyTorch's.
@@ -670,14 +688,16 @@ impl Runtime {
 
     /// Applies a settings string on top of the settings in effect, including memory limits. On error nothing changes.
     pub fn set_settings(&self, string: &str) -> Result<()> {
+        let before = self.settings().record;
         allocator::set_settings(self.allocator(), string)?;
-        self.pinned.allocator().set_settings(self.settings().pinned);
-        if self.settings().share.enabled {
+        let settings = self.settings();
+        self.pinned.allocator().set_settings(settings.pinned);
+        if settings.share.enabled {
             // An invalid environment was an error of the start.
             publish::share(self.allocator(), &environment::publish().unwrap_or_default());
         }
         self.start_reclaim();
-        Ok(())
+        self.recorder.apply(self, &settings.record, &before)
     }
 
     /// Replaces the function that collects call stacks. On return no other thread runs the previous one, unless it ran

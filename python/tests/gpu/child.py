@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 MODULES = {
     **dict.fromkeys(("lengths", "streams", "short_lived"), "trainings"),
     **dict.fromkeys(("reduce_overhead", "max_autotune"), "compiled"),
+    "recorder": "recorder",
     **dict.fromkeys(
         ("mempool", "cudnn", "sharing", "loader", "profiler", "cpp_frames", "collected_graphs"), "features"
     ),

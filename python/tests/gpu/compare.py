@@ -22,6 +22,8 @@ STEP_RATIO_MAX = 1.01
 
 Run = Dict[str, Any]
 Runs = Dict[str, List[Run]]
+# The same with a recorder that is always on: a million events, with call stacks.
+RECORDED = f"{PAGED},record:oom,record_events:1000000"
 
 
 def compare_trainings(
@@ -37,6 +39,26 @@ def compare_trainings(
                     runs[allocator].append(run)
                     _print(training, allocator, number, run, path)
         compare(report, training, runs, rounds)
+
+
+def compare_recorded(report: Report, rounds: int, steps: Optional[int], path: Optional[str]) -> None:
+    """Runs two trainings in turns with PyTorch's allocator, with pages, and with pages and recordings. Checks that the
+    losses are the same, and the time of a step."""
+    allocators = ("native", PAGED, RECORDED)
+    for training in ("lengths", "streams"):
+        runs: Runs = {allocator: [] for allocator in allocators}
+        for number in range(rounds):
+            for allocator in _turned(allocators, number):
+                for run in child(report, training, allocator, **_environment(allocator, steps)):
+                    runs[allocator].append(run)
+                    _print(training, allocator, number, run, path)
+        if any(len(runs[allocator]) < rounds for allocator in allocators):
+            report.check(RECORDED, training, "all runs complete", False)
+            continue
+        _compare_losses(report, training, runs)
+        ratios = {allocator: _best_groups(runs[allocator]) / _best_groups(runs["native"]) for allocator in allocators}
+        detail = ", ".join(f"{allocator} {ratio:.4f}" for allocator, ratio in ratios.items())
+        report.check(RECORDED, training, "a step's time over native's", ratios[RECORDED] <= STEP_RATIO_MAX, detail)
 
 
 def _turned(allocators: Sequence[str], number: int) -> List[str]:

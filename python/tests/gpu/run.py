@@ -5,7 +5,8 @@ Needs PyTorch with CUDA, a GPU, and the shared object: from an installed wheel, 
 
 Each scenario runs in its own process, with PyTorch's allocator as the control, and with Warpool's `backend:native` and
 `backend:paged`; training runs in turns, with Warpool as it is by default. `--only trainings` compares four allocators
-instead: two longer trainings, with one line of JSON per run.
+instead: two longer trainings, with one line of JSON per run. `--only recorder` checks recordings, and compares the two
+trainings with and without them.
 
 One line per check. Exit status: 0 all of Warpool's checks pass, 1 some fail, 2 they could not be run.
 """
@@ -20,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from compare import PAGED, TRAININGS, compare_trainings
+from compare import PAGED, TRAININGS, compare_recorded, compare_trainings
 from processes import Report, child
 
 HERE = Path(__file__).resolve().parent
@@ -176,8 +177,8 @@ def main() -> int:
     parser.add_argument("--warpool", help="path of the `warpool` binary, to replay recordings")
     parser.add_argument("--rounds", type=int, help="training runs with each allocator (5; of `trainings` 3)")
     scenarios = ("train", *SCENARIOS)
-    choices = (*scenarios, "trainings", *TRAININGS)
-    only = "run this scenario only; may be repeated. `trainings`, which is not run otherwise, is all of "
+    choices = (*scenarios, "recorder", "trainings", *TRAININGS)
+    only = "run this scenario only; may be repeated. `recorder` is not run otherwise, nor is `trainings`, all of "
     parser.add_argument("--only", action="append", choices=choices, help=only + " and ".join(TRAININGS))
     parser.add_argument("--steps", type=int, help="steps of each of the trainings, a multiple of 20")
     parser.add_argument("--out", help="append the runs of the trainings to this file, with every loss; JSON lines")
@@ -195,6 +196,10 @@ def main() -> int:
         elif scenario == "trainings" or scenario in TRAININGS:
             named = TRAININGS if scenario == "trainings" else (scenario,)
             compare_trainings(report, named, options.rounds or 3, options.steps, options.out)
+        elif scenario == "recorder":
+            for allocator in ALLOCATORS[1:]:
+                child(report, scenario, allocator)
+            compare_recorded(report, options.rounds or 3, options.steps, options.out)
         elif scenario == "calls":
             calls(report)
         elif scenario == "snapshot":

@@ -9,6 +9,7 @@ mod handles;
 mod host;
 mod kernels;
 mod measure;
+mod record;
 mod scale;
 mod sim;
 mod sleep;
@@ -40,7 +41,8 @@ use measure::{MUTEX_BASELINE, Measurement};
 /// counts. The baseline is measured by the same threads, each with its own mutex. The fastest of 25 rounds of each is
 /// reported. Each thread also has one block of every size cached. First pinnings are compared with the driver's own
 /// allocation, by the fastest of 9 rounds of each. `bench sleep` compares with plain copies of the same bytes between
-/// the device and pinned memory, by the fastest of 5 rounds of each.
+/// the device and pinned memory, by the fastest of 5 rounds of each. `bench record` compares with the same without a
+/// history, and the longest pair while a snapshot is taken with the longest pair in the same time without one.
 #[derive(Debug, clap::Args)]
 #[command(after_help = format!("Benchmarks:\n{}\n\n\
     Exit status: 0 success, 1 a limit was exceeded (memory grows, unexpected calls), 2 it could not be run.\n\n\
@@ -52,6 +54,7 @@ use measure::{MUTEX_BASELINE, Measurement};
     warpool bench alloc --driver sim --recording snapshot.pickle.xz\n  \
     warpool bench handles --driver sim\n  \
     warpool bench host --driver sim\n  \
+    warpool bench record --driver sim\n  \
     warpool bench sleep --driver cuda\n  \
     warpool bench typed --driver sim\n  \
     warpool bench scale\n  \
@@ -67,7 +70,8 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: u32,
     /// Number of operations per case [default: 1000000, and for one thread of `alloc` half a second more on all cores;
-    /// 100000 for driver calls]; for `scale` the largest n, for `sleep` MiB of memory
+    /// 100000 for driver calls]; for `scale` the largest n, for `sleep` MiB of memory, for `record` entries of the
+    /// history
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     ops: Option<u64>,
     /// For `alloc`: a recording, whose allocations and frees are made by each allocator; may be given several times
@@ -126,6 +130,11 @@ const BENCHMARKS: &[Benchmark] = &[
         name: "host",
         about: "host time of pinned memory: cached, and pinned for the first time",
         run: host::run,
+    },
+    Benchmark {
+        name: "record",
+        about: "host time of a history that is always on, and how long a snapshot delays others",
+        run: record::run,
     },
     Benchmark {
         name: "sleep",

@@ -229,6 +229,19 @@ fn typed_calls_are_compared_with_raw_ones() {
 }
 
 #[test]
+fn a_history_is_compared_with_none() {
+    let output = run("bench record --driver sim --ops 4000 --json");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let rows = rows(&output);
+    assert_eq!(rows.len(), 4);
+    for row in rows {
+        assert!(row["ratio"].as_f64().is_some_and(|ratio| ratio > 0.0), "{row}");
+        let is_longest = row["case"].as_str().expect("a name").contains("longest pair");
+        assert_eq!(row["entries"] == 4000, is_longest, "{row}");
+    }
+}
+
+#[test]
 fn sleep_is_compared_with_plain_copies() {
     let output = run("bench sleep --driver sim --ops 64 --json");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));

@@ -51,6 +51,8 @@ fn generate(library: &Path, config: &Path) -> Vec<u8> {
         "abi/sharing",
         "abi/sleep",
         "abi/elastic",
+        "recorder/python",
+        "abi/recorder",
     ];
     let builder = files.iter().fold(cbindgen::Builder::new().with_config(config), |builder, file| {
         builder.with_src(library.join(format!("src/{file}.rs")))

@@ -3,7 +3,6 @@
 use std::ffi::{c_char, c_int};
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use warpool::memory::report::{Frame, HistoryOptions, StackLevel, set_user_metadata};
 
@@ -51,7 +50,8 @@ pub unsafe extern "C" fn warpool_record_history(
         if on == 0 {
             runtime.history_on.store(false, Ordering::Relaxed);
             runtime.annotations.set_limit(0);
-            return Ok(runtime.allocator().record_history(None)?);
+            runtime.allocator().record_history(None)?;
+            return runtime.recorder.resume(runtime);
         }
         // SAFETY: `skip_actions` is not null here, and null-terminated by this function's contract.
         let skip = if skip_actions.is_null() { "" } else { unsafe { boundary::text(skip_actions, "skip_actions") }? };
@@ -122,20 +122,9 @@ pub(super) fn history_options(runtime: &Runtime, max_entries: u64, level: c_int,
         _ => return Err(Error::StackLevel { level }),
     };
     let entries_max = usize::try_from(max_entries).unwrap_or(usize::MAX);
-    let options = HistoryOptions { entries_max, stacks, skip: Vec::new(), epoch_us: epoch_us(runtime) };
+    let options = HistoryOptions { entries_max, stacks, skip: Vec::new(), epoch_us: runtime.epoch_us() };
     let names: Vec<&str> = skip.split(',').map(str::trim).filter(|name| !name.is_empty()).collect();
     Ok(options.skipping(&names)?)
-}
-
-/// What to add to the driver's clock to get Unix time, as in PyTorch's snapshots. The simulated GPU's own clock is
-/// kept, so that runs are reproducible.
-fn epoch_us(runtime: &Runtime) -> i64 {
-    let driver = runtime.instance().driver();
-    if driver.kind() == "sim" {
-        return 0;
-    }
-    let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since_1970.saturating_sub(driver.now()).as_micros()).unwrap_or(0)
 }
 
 /// # Safety

@@ -15,6 +15,7 @@ pub mod observers;
 pub mod pinned;
 pub mod pinned_history;
 pub mod pools;
+pub mod recorder;
 pub mod settings;
 pub mod sharing;
 pub mod sleep;

@@ -3,7 +3,6 @@
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use warpool::memory::OomCause;
@@ -55,6 +54,9 @@ pub unsafe extern "C" fn warpool_set_context_collector(collect: ContextCollector
         let recorder: Option<(CollectContext, ReleaseContext)> = collect.zip(release);
         // SAFETY: by this function's contract.
         unsafe { runtime.contexts.set_recorder(runtime.allocator().observers(), recorder) };
+        if recorder.is_none() {
+            runtime.recorder.resume_stacks(runtime);
+        }
         Ok(())
     })
 }
@@ -62,7 +64,7 @@ pub unsafe extern "C" fn warpool_set_context_collector(collect: ContextCollector
 /// Whether a history is recorded.
 #[unsafe(no_mangle)]
 pub extern "C" fn warpool_is_history_on() -> c_int {
-    let on = boundary::run(|| Ok(runtime::get()?.history_on.load(Ordering::Relaxed)));
+    let on = boundary::run(|| Ok(runtime::get()?.is_history_on()));
     c_int::from(on.unwrap_or(false))
 }
 

@@ -131,7 +131,7 @@ pub struct SnapshotVisitor {
 }
 
 /// Calls `visitor` with the state of all devices, or of `pool` alone unless that is (0, 0); with the history if
-/// `traces` is not 0. The functions may call this library.
+/// `traces` is not 0 and the program records it. The functions may call this library.
 ///
 /// # Safety
 /// `visitor` is NULL, which is an error, or its functions may be called with its `user`.
@@ -145,7 +145,7 @@ pub unsafe extern "C" fn warpool_visit_snapshot(
         // SAFETY: null or valid by this function's contract.
         let visitor = unsafe { visitor.as_ref() }.ok_or(Error::Null { argument: "visitor" })?;
         let runtime = runtime::get()?;
-        let snapshot = runtime.snapshot_of(pool, traces != 0)?;
+        let snapshot = runtime.snapshot_of(pool, traces != 0 && runtime.is_history_on())?;
         visit_settings(visitor, runtime)?;
         visit_segments(visitor, &snapshot);
         for (device, trace) in (0..).zip(&snapshot.traces) {

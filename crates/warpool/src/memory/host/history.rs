@@ -183,6 +183,7 @@ impl HostHistory {
     }
 
     pub(super) fn add_to(&self, snapshot: &mut Snapshot, stacks: &mut StackIds) {
-        snapshot.host_traces = Some(lock(&self.recorder).history.copy_to(snapshot, stacks));
+        let history = lock(&self.recorder).history.share();
+        snapshot.host_traces = Some(history.entries(snapshot, stacks));
     }
 }

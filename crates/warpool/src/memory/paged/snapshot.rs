@@ -24,7 +24,8 @@ pub(super) fn add_to(
     segments.sort_by_key(|segment: &SegmentInfo| segment.address);
     snapshot.segments.extend(segments);
     let active = if details.is_off() { 0 } else { device.stats().active_bytes.all.current };
-    device.history.lock().add_to(snapshot, stacks, options.traces, active, details);
+    let history = device.history.lock().share(options.traces, active, details);
+    history.add_to(snapshot, stacks);
 }
 
 fn add_segments(

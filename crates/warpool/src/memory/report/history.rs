@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::observers::ActionSet;
-use super::ring::{Ring, StoredEntry};
+use super::ring::{Ring, SharedRing, StoredEntry};
 use super::{Action, Snapshot, Stack, StackId, TraceEntry};
 use crate::memory::MemPoolId;
 use crate::{Error, Result};
@@ -147,24 +147,40 @@ impl History {
         self.ring.push(entry);
     }
 
-    /// A copy of all entries, oldest first; the stacks and texts that they refer to are added to `snapshot`.
-    pub(crate) fn copy_to(&self, snapshot: &mut Snapshot, stacks: &mut StackIds) -> Vec<TraceEntry> {
-        let mut copied = Vec::new();
-        for entry in self.ring.iter() {
-            copied.push(TraceEntry {
-                action: entry.action,
-                addr: entry.addr,
-                size: entry.size,
-                stream: entry.stream,
-                time_us: entry.time_us,
-                pool: Some(entry.pool),
-                compile_context: entry.compile_context.as_deref().map(|text| snapshot.texts.intern(text)),
-                user_metadata: entry.user_metadata.as_deref().map(|text| snapshot.texts.intern(text)),
-                stack: entry.stack.as_ref().map(|stack| stacks.id(snapshot, stack)),
-                forward_stack: None,
-            });
-        }
-        copied
+    /// All entries as they are now, to be added to a snapshot without the lock.
+    pub(crate) fn share(&self) -> SharedHistory {
+        SharedHistory(self.ring.share())
+    }
+}
+
+/// The entries of a history at one moment. Making it takes little time under a lock; what takes long is
+/// [`entries`](Self::entries), which needs none.
+#[derive(Debug, Default)]
+#[must_use]
+pub(crate) struct SharedHistory(SharedRing);
+
+impl SharedHistory {
+    /// All entries, oldest first; the stacks and texts that they refer to are added to `snapshot`.
+    pub(crate) fn entries(&self, snapshot: &mut Snapshot, stacks: &mut StackIds) -> Vec<TraceEntry> {
+        let entries = self.0.iter().map(|entry| TraceEntry {
+            action: entry.action,
+            addr: entry.addr,
+            size: entry.size,
+            stream: entry.stream,
+            time_us: entry.time_us,
+            pool: Some(entry.pool),
+            compile_context: entry.compile_context.as_deref().map(|text| snapshot.texts.intern(text)),
+            user_metadata: entry.user_metadata.as_deref().map(|text| snapshot.texts.intern(text)),
+            stack: entry.stack.as_ref().map(|stack| stacks.id(snapshot, stack)),
+            forward_stack: None,
+        });
+        entries.collect()
+    }
+
+    /// Adds the entries to a snapshot, as those of the next device.
+    pub(crate) fn add_to(&self, snapshot: &mut Snapshot, stacks: &mut StackIds) {
+        let entries = self.entries(snapshot, stacks);
+        snapshot.traces.push(entries);
     }
 }
 

@@ -13,7 +13,7 @@ use super::history::History;
 use super::observers::ActionSet;
 use super::ring::{Extras, StoredEntry};
 use super::texts::{EntryTexts, entry_texts, has_entry_texts};
-use super::{Action, HistoryOptions, Observers, Snapshot, Stack, StackIds, StackLevel};
+use super::{Action, HistoryOptions, Observers, SharedHistory, Stack, StackLevel};
 use crate::memory::MemPoolId;
 
 /// Whether a history is recorded, and from which level on with call stacks. Read before the lock is taken.
@@ -198,6 +198,13 @@ impl HistoryRecorder {
     pub(crate) fn record_free(&mut self, addr: u64, size: u64, stream: u64, pool: MemPoolId, details: &EntryDetails) {
         if details.is_plain() {
             self.history.write_plain_free(addr, size, stream, pool, details.time_us.unwrap_or(0));
+        } else if details.tracked.is_empty()
+            && self.history.keeps(Action::FreeRequested)
+            && self.history.keeps(Action::FreeCompleted)
+        {
+            let time_us = details.time_us.unwrap_or(0).saturating_add(self.history.epoch_us());
+            let (extras, action) = (self.extras(details), Action::FreeRequested);
+            self.history.write(StoredEntry { addr, size, stream, time_us, pool, extras, action, completes: true });
         } else {
             for action in [Action::FreeRequested, Action::FreeCompleted] {
                 self.record_all(action, addr, size, stream, pool, details);
@@ -231,19 +238,12 @@ impl HistoryRecorder {
         }
     }
 
-    /// Adds the history to a snapshot, if it is wanted. Then records, for the next one, that a snapshot was taken, with
-    /// the bytes of active blocks.
-    pub(crate) fn add_to(
-        &mut self,
-        snapshot: &mut Snapshot,
-        stacks: &mut StackIds,
-        traces: bool,
-        active: u64,
-        details: &EntryDetails,
-    ) {
-        let trace = if traces { self.history.copy_to(snapshot, stacks) } else { Vec::new() };
-        snapshot.traces.push(trace);
+    /// The history for a snapshot; empty if it is not wanted. Then records, for the next one, that a snapshot was
+    /// taken, with the bytes of active blocks.
+    pub(crate) fn share(&mut self, traces: bool, active: u64, details: &EntryDetails) -> SharedHistory {
+        let shared = if traces { self.history.share() } else { SharedHistory::default() };
         self.record(Action::Snapshot, 0, active, 0, MemPoolId::DEFAULT, details);
+        shared
     }
 
     /// The call stack for entries and segments. At lower levels only blocks have one.

@@ -36,6 +36,14 @@ pub(super) enum Key {
     ShareLimit,
     SharePriority,
     ShareReclaim,
+    Record,
+    RecordEvents,
+    RecordAbove,
+    RecordAtExit,
+    RecordSignal,
+    RecordFiles,
+    RecordFileSize,
+    RecordInterval,
 }
 
 /// The properties of a key.
@@ -88,7 +96,7 @@ const BOOLEAN: &str = "True or False";
 const SIZE: &str = "a size such as 20GiB or 512MiB";
 
 /// All keys, in the order of the enum.
-pub(super) static KEYS: [KeyInfo; 30] = [
+pub(super) static KEYS: [KeyInfo; 38] = [
     key(
         Key::Backend,
         "backend",
@@ -301,6 +309,55 @@ pub(super) static KEYS: [KeyInfo; 30] = [
         "an integer above 0",
         "within which time an idle process gives free pages to others, with share:True; Warpool's own key",
     )),
+    key(
+        Key::Record,
+        "record",
+        "off or oom",
+        "keep the last events with call stacks, and write a recording when memory runs out; Warpool's own key",
+    ),
+    key(
+        Key::RecordEvents,
+        "record_events",
+        "an integer from 1000 to 100000000",
+        "how many events are kept for each device; Warpool's own key",
+    ),
+    unset(
+        key(
+            Key::RecordAbove,
+            "record_above",
+            "a number above 0.0 and below 1.0",
+            "write a recording when more than this share of a device is in use; Warpool's own key",
+        ),
+        "off",
+    ),
+    key(Key::RecordAtExit, "record_at_exit", BOOLEAN, "write a recording when the program ends; Warpool's own key"),
+    unset(
+        key(
+            Key::RecordSignal,
+            "record_signal",
+            "SIGUSR1 or SIGUSR2",
+            "write a recording when the process gets this signal; Warpool's own key",
+        ),
+        "none",
+    ),
+    key(
+        Key::RecordFiles,
+        "record_files",
+        "an integer from 1 to 10000",
+        "how many recordings of a rank are kept; Warpool's own key",
+    ),
+    key(
+        Key::RecordFileSize,
+        "record_file_mb",
+        "an integer above 0",
+        "how large a recording may be; it has the newest events that fit; Warpool's own key",
+    ),
+    key(
+        Key::RecordInterval,
+        "record_interval_s",
+        "an integer",
+        "for how many seconds after a recording none is written by itself; Warpool's own key",
+    ),
 ];
 
 impl Key {
@@ -323,7 +380,7 @@ impl Key {
 
     /// Its value in the form of a string; `None` if it has none.
     pub(super) fn value(self, settings: &Settings) -> Option<String> {
-        let pinned = &settings.pinned;
+        let (pinned, record) = (&settings.pinned, &settings.record);
         match self {
             Self::Backend => Some(settings.backend.name().into()),
             Self::LargeSegmentSize => Some(mib(settings.large_segment_bytes)),
@@ -365,6 +422,14 @@ impl Key {
             Self::ShareLimit => settings.share.limit_bytes.map(size),
             Self::SharePriority => Some(settings.share.priority.to_string()),
             Self::ShareReclaim => Some(settings.share.reclaim_ms.to_string()),
+            Self::Record => Some(record.mode.name().into()),
+            Self::RecordEvents => Some(record.events_max.to_string()),
+            Self::RecordAbove => record.above.map(number),
+            Self::RecordAtExit => Some(boolean(record.at_exit)),
+            Self::RecordSignal => record.signal.map(|signal| signal.name().into()),
+            Self::RecordFiles => Some(record.files_max.to_string()),
+            Self::RecordFileSize => Some(mib(record.file_bytes_max)),
+            Self::RecordInterval => Some(record.interval_s.to_string()),
         }
     }
 }

@@ -6,7 +6,7 @@ use std::fmt;
 
 use super::keys::{KEYS, Key, KeyInfo};
 use super::reader::{self, Mode};
-use super::{Backend, Settings};
+use super::{Backend, RecordMode, Settings};
 use crate::error::{Problem, SettingsError, Warning};
 
 /// The result of linting a settings string. `Display` is a report for people.
@@ -238,6 +238,18 @@ fn without_effect(settings: &Settings, given: &BTreeMap<Key, usize>) -> Vec<Warn
         Key::PinnedReserveSegmentSize,
         "no effect: it exceeds what may be pinned; lower it, or raise `pinned_cap_mb` or `pinned_device_cap_mb`",
     );
+    for key in [
+        Key::RecordEvents,
+        Key::RecordAbove,
+        Key::RecordAtExit,
+        Key::RecordSignal,
+        Key::RecordFiles,
+        Key::RecordFileSize,
+        Key::RecordInterval,
+    ] {
+        let is_off = settings.record.mode == RecordMode::Off;
+        warn(is_off && is_set(key), key, "no effect; add `record:oom`, or remove it");
+    }
     let warning =
         |(key, text): (Key, &str)| Warning { key: key.name().into(), at: given.get(&key).copied(), text: text.into() };
     found.into_iter().map(warning).collect()
@@ -294,6 +306,7 @@ mod tests {
             "pinned_max_round_threshold_mb:8,pinned_max_cached_size_mb:8",
             "expandable_segments:True,expandable_segments_reserve:1.125",
             "pinned_cap_mb:8,pinned_device_cap_mb:8,pinned_reserve_segment_size_mb:8",
+            "record:oom,record_above:0.9,record_signal:SIGUSR2",
             "backend:expandable,large_segment_size_mb:12",
             "backend:paged,per_process_memory_fraction:0.5,memory_cap_mb:100,idle_decay_ms:5000",
             "backend:paged,share:True,share_guaranteed:20GiB,share_limit:60GiB,share_priority:1,share_reclaim_ms:20",
@@ -378,6 +391,7 @@ at byte 32: `expandable_segments_reserve_by_class`: no effect; add `expandable_s
             "at byte 0: `per_process_memory_fraction`: with 0.0 no device memory can be allocated; give a larger \
              number",
         );
+        check_warnings("record_files:9", "at byte 0: `record_files`: no effect; add `record:oom`, or remove it");
         check_warnings(
             "pinned_num_register_threads:8",
             "at byte 0: `pinned_num_register_threads`: no effect; add `pinned_use_cuda_host_register:True`, or remove \
@@ -448,7 +462,15 @@ share                                 default  False
 share_guaranteed                      default  0B
 share_limit                           default  unlimited
 share_priority                        default  0
-share_reclaim_ms                      default  50";
+share_reclaim_ms                      default  50
+record                                default  off
+record_events                         default  250000
+record_above                          default  off
+record_at_exit                        default  False
+record_signal                         default  none
+record_files                          default  4
+record_file_mb                        default  64
+record_interval_s                     default  60";
         assert_eq!(found.to_string(), expected);
 
         let refused = before.lint_update("expandable_segments:on");

@@ -4,7 +4,9 @@
 //! caller passes the string: nothing is read from the environment here, and no driver is called.
 //!
 //! ```
+//! use warpool::memory::Settings;
 //! use warpool::memory::settings::{Backend, Origin, Problem, SettingValue, Warning, lint};
+//! use warpool::memory::settings::{RecordMode, RecordSettings, RecordSignal};
 //!
 //! # fn main() -> warpool::Result<()> {
 //! let report = lint("backend:paged,garbage_collection_threshold:0.8");
@@ -16,6 +18,9 @@
 //!
 //! let problem: &Problem = &lint("roundup_power2_divisions:3").problems[0];
 //! println!("at {:?}: {}", problem.at, problem.text);
+//!
+//! let record: RecordSettings = Settings::parse("record:oom,record_signal:SIGUSR2")?.record;
+//! assert_eq!((record.mode, record.signal), (RecordMode::Oom, Some(RecordSignal::Usr2)));
 //! # Ok(())
 //! # }
 //! ```
@@ -107,6 +112,18 @@ const GIB: u64 = 1 << 30;
 ///   share:True; Warpool's own key.
 /// - `share_reclaim_ms` (an integer above 0): within which time an idle process gives free pages to others, with
 ///   share:True; Warpool's own key.
+/// - `record` (off or oom): keep the last events with call stacks, and write a recording when memory runs out;
+///   Warpool's own key.
+/// - `record_events` (an integer from 1000 to 100000000): how many events are kept for each device; Warpool's own key.
+/// - `record_above` (a number above 0.0 and below 1.0): write a recording when more than this share of a device is in
+///   use; Warpool's own key.
+/// - `record_at_exit` (True or False): write a recording when the program ends; Warpool's own key.
+/// - `record_signal` (SIGUSR1 or SIGUSR2): write a recording when the process gets this signal; Warpool's own key.
+/// - `record_files` (an integer from 1 to 10000): how many recordings of a rank are kept; Warpool's own key.
+/// - `record_file_mb` (an integer above 0): how large a recording may be; it has the newest events that fit; Warpool's
+///   own key.
+/// - `record_interval_s` (an integer): for how many seconds after a recording none is written by itself; Warpool's own
+///   key.
 ///
 /// `release_lock_on_hipmalloc` and `pinned_use_hip_host_register` are accepted as aliases.
 ///
@@ -158,6 +175,8 @@ pub struct Settings {
     pub idle_decay_ms: Option<u64>,
     /// How the memory of a GPU is divided between processes.
     pub share: ShareSettings,
+    /// When recordings are written. The allocators themselves write none: `warpool-torch` does.
+    pub record: RecordSettings,
 }
 
 /// How the memory of a GPU is divided between processes of one user, for each GPU. See
@@ -183,6 +202,89 @@ pub struct ShareSettings {
     pub priority: u64,
     /// Within which time an idle process gives free pages to others, in milliseconds.
     pub reclaim_ms: u64,
+}
+
+/// When recordings are written, and how much they may take.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RecordSettings {
+    /// Whether events are kept.
+    pub mode: RecordMode,
+    /// How many events are kept for each device.
+    pub events_max: u64,
+    /// The share of a device's memory above which a recording is written.
+    pub above: Option<f64>,
+    /// Whether a recording is written when the program ends.
+    pub at_exit: bool,
+    /// The signal that has a recording written.
+    pub signal: Option<RecordSignal>,
+    /// How many recordings of a rank are kept.
+    pub files_max: u64,
+    /// How large a recording may be.
+    pub file_bytes_max: u64,
+    /// For how many seconds after a recording none is written by itself.
+    pub interval_s: u64,
+}
+
+/// Whether events are kept for recordings.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum RecordMode {
+    /// They are not.
+    #[default]
+    Off,
+    /// They are, and a recording is written when memory runs out.
+    Oom,
+}
+
+impl RecordMode {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Off, Self::Oom];
+
+    /// Its name in settings.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Oom => "oom",
+        }
+    }
+}
+
+/// A signal that has a recording written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum RecordSignal {
+    /// `SIGUSR1`.
+    Usr1,
+    /// `SIGUSR2`.
+    Usr2,
+}
+
+impl RecordSignal {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Usr1, Self::Usr2];
+
+    /// Its name in settings.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Usr1 => "SIGUSR1",
+            Self::Usr2 => "SIGUSR2",
+        }
+    }
+}
+
+impl Default for RecordSettings {
+    fn default() -> Self {
+        Self {
+            mode: RecordMode::Off,
+            events_max: 250_000,
+            above: None,
+            at_exit: false,
+            signal: None,
+            files_max: 4,
+            file_bytes_max: 64 * MIB,
+            interval_s: 60,
+        }
+    }
 }
 
 /// The settings of pinned host memory.
@@ -291,6 +393,7 @@ impl Default for Settings {
             memory_cap_bytes: None,
             idle_decay_ms: None,
             share: ShareSettings::default(),
+            record: RecordSettings::default(),
         }
     }
 }

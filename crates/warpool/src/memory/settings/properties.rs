@@ -73,7 +73,9 @@ fn entry(key: Key) -> BoxedStrategy<String> {
         Key::Backend => prop::sample::select(vec!["native", "paged"]).prop_map(String::from).boxed(),
         Key::LargeSegmentSize => (6_u64..50).prop_map(|half| (2 * half).to_string()).boxed(),
         Key::MaxSplitSize | Key::MaxNonSplitRounding => (98..u64::MAX).prop_map(|mib| mib.to_string()).boxed(),
-        Key::GarbageCollectionThreshold => (0.0001..1.0_f64).prop_map(|fraction| fraction.to_string()).boxed(),
+        Key::GarbageCollectionThreshold | Key::RecordAbove => {
+            (0.0001..1.0_f64).prop_map(|fraction| fraction.to_string()).boxed()
+        }
         Key::PerProcessMemoryFraction => (0.0..=1.0_f64).prop_map(|fraction| fraction.to_string()).boxed(),
         Key::RoundupPower2Divisions => {
             let steps = prop_oneof![Just(0_u64), (0..10_u32).prop_map(|power| 1 << power)];
@@ -101,12 +103,18 @@ fn entry(key: Key) -> BoxedStrategy<String> {
         | Key::PinnedMaxCachedSize
         | Key::PinnedCap
         | Key::PinnedDeviceCap
+        | Key::RecordFileSize
         | Key::MemoryCap => (2..u64::MAX >> 22).prop_map(|mib| mib.to_string()).boxed(),
         Key::ShareGuaranteed | Key::ShareLimit => (0..u64::MAX, 0..4_u32)
             .prop_map(|(bytes, unit)| format!("{}{}", bytes >> (10 * unit), ["B", "KiB", "MiB", "GiB"][unit as usize]))
             .boxed(),
         Key::SharePriority => any::<u64>().prop_map(|priority| priority.to_string()).boxed(),
         Key::ShareReclaim | Key::IdleDecay => (1..u64::MAX).prop_map(|millis| millis.to_string()).boxed(),
+        Key::Record => prop::sample::select(vec!["off", "oom"]).prop_map(String::from).boxed(),
+        Key::RecordEvents => (1000..100_000_000_u64).prop_map(|events| events.to_string()).boxed(),
+        Key::RecordSignal => prop::sample::select(vec!["SIGUSR1", "SIGUSR2"]).prop_map(String::from).boxed(),
+        Key::RecordFiles => (1..10_000_u64).prop_map(|files| files.to_string()).boxed(),
+        Key::RecordInterval => (0..u64::MAX).prop_map(|seconds| seconds.to_string()).boxed(),
         Key::FreeBlockOrder => prop::sample::select(vec!["registration", "address"]).prop_map(String::from).boxed(),
         _ => any::<bool>().prop_map(|value| if value { "True" } else { "False" }.to_owned()).boxed(),
     };
@@ -136,7 +144,9 @@ fn written_settings_are_read_again() {
         assert_eq!(rewritten(&written), written);
         let recorded = settings.recorded();
         let limit = settings.max_split_bytes.filter(|bytes| i64::try_from(*bytes).is_ok());
-        assert_eq!(Settings::from_recorded(&recorded).unwrap(), Settings { max_split_bytes: limit, ..settings });
+        let record = RecordSettings::default();
+        let expected = Settings { max_split_bytes: limit, record, ..settings };
+        assert_eq!(Settings::from_recorded(&recorded).unwrap(), expected);
     });
 }
 

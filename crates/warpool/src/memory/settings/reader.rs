@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use super::keys::{Key, suggestion};
 use super::syntax::{Value, Word, entries, problem};
-use super::{Backend, MIB, Settings, value};
+use super::{Backend, MIB, RecordSettings, Settings, value};
 use crate::error::{Problem, Warning};
 
 /// The purpose for which a string is read.
@@ -55,7 +55,10 @@ pub(super) fn read(base: &Settings, string: &str, mode: Mode) -> Reading {
     if let Some(at) = expandable {
         reading.given.entry(Key::ExpandableSegments).or_insert(at);
     }
-    if mode != Mode::Recorded {
+    if mode == Mode::Recorded {
+        // How a program was recorded is no condition of it.
+        reading.settings.record = RecordSettings::default();
+    } else {
         reading.check_pairs(base, mode, expandable.is_some());
     }
     reading.problems.sort_by_key(|problem| problem.at);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use super::keys::{Key, SIZE_UNITS, nearest};
 use super::syntax::{Value, Word};
-use super::{Backend, FreeBlockOrder, GIB, MIB, Reserve, Settings};
+use super::{Backend, FreeBlockOrder, GIB, MIB, RecordMode, RecordSignal, Reserve, Settings};
 
 /// The largest size of large segments: requests of this size are refused (`SizeRules::REQUEST_TOO_LARGE`).
 const LARGE_SEGMENT_MAX: u64 = 1 << 60;
@@ -23,7 +23,7 @@ type Read<T> = Result<T, Remark>;
 pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<Remark>> {
     let mut remarks = Vec::new();
     let large = settings.large_segment_bytes;
-    let pinned = &mut settings.pinned;
+    let (pinned, record) = (&mut settings.pinned, &mut settings.record);
     match key {
         Key::Backend => match named(key, value, BackendName::ALL, BackendName::name)? {
             BackendName::Of(backend) => settings.backend = backend,
@@ -71,6 +71,14 @@ pub(super) fn set(settings: &mut Settings, key: Key, value: &Value) -> Read<Vec<
         Key::ShareLimit => settings.share.limit_bytes = Some(size_with_unit(key, value)?),
         Key::SharePriority => settings.share.priority = integer(key, word(key, value)?)?,
         Key::ShareReclaim => settings.share.reclaim_ms = millis(key, value)?,
+        Key::Record => record.mode = named(key, value, RecordMode::ALL, RecordMode::name)?,
+        Key::RecordEvents => record.events_max = integer_in(key, value, 1000, 100_000_000)?,
+        Key::RecordAbove => record.above = Some(number_in(key, value, |share| share > 0.0 && share < 1.0)?),
+        Key::RecordAtExit => record.at_exit = boolean(key, value)?,
+        Key::RecordSignal => record.signal = Some(named(key, value, RecordSignal::ALL, RecordSignal::name)?),
+        Key::RecordFiles => record.files_max = integer_in(key, value, 1, 10_000)?,
+        Key::RecordFileSize => record.file_bytes_max = size_from(key, value, MIB)?,
+        Key::RecordInterval => record.interval_s = integer_in(key, value, 0, u64::MAX)?,
     }
     Ok(remarks)
 }
@@ -165,6 +173,12 @@ fn integer(key: Key, word: &Word) -> Read<u64> {
         remark.text += "; the unit is MiB, write the number alone";
     }
     Err(remark)
+}
+
+fn integer_in(key: Key, value: &Value, least: u64, most: u64) -> Read<u64> {
+    let word = word(key, value)?;
+    let number = integer(key, word)?;
+    if (least..=most).contains(&number) { Ok(number) } else { Err(invalid(key, word)) }
 }
 
 /// A size in MiB, as bytes. Saturates at 64 bits.

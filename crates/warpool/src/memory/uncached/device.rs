@@ -114,10 +114,11 @@ impl UncachedDevice {
         reserved: Option<Reserved>,
         details: &EntryDetails,
     ) {
-        self.with(|table| {
+        let history = self.with(|table| {
             let unused = if pool.is_none_or(MemPoolId::is_default) { table.unused_bytes(reserved) } else { 0 };
-            table.add_to(snapshot, stacks, (pool, traces), unused, details);
+            table.add_to(snapshot, stacks, (pool, traces), unused, details)
         });
+        history.add_to(snapshot, stacks);
     }
 }
 

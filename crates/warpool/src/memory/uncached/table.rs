@@ -10,7 +10,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use warpool_driver::{CaptureId, DeviceId, DevicePtr, StreamId};
 
 use crate::memory::report::StackIds;
-use crate::memory::report::{EntryDetails, HistoryRecorder};
+use crate::memory::report::{EntryDetails, HistoryRecorder, SharedHistory};
 use crate::memory::stream_fence::StreamUses;
 use crate::memory::{
     Action, Allocation, BlockInfo, BlockState, MemPoolId, SegmentInfo, SegmentKind, Snapshot, Stack, StackLevel, Stats,
@@ -386,8 +386,8 @@ impl AllocationTable {
         (reserved.current + self.captured_bytes).max(self.active_bytes())
     }
 
-    /// Adds the device's history, if wanted, and its segments to a snapshot: the blocks of `only` (of all pools if
-    /// `None`) by address, and `unused` bytes, whose address is unknown, as one free segment at 0.
+    /// Adds the device's segments to a snapshot: the blocks of `only` (of all pools if `None`) by address, and `unused`
+    /// bytes, whose address is unknown, as one free segment at 0. Returns the history, if it is wanted.
     pub(super) fn add_to(
         &mut self,
         snapshot: &mut Snapshot,
@@ -395,11 +395,12 @@ impl AllocationTable {
         (only, traces): (Option<MemPoolId>, bool),
         unused: u64,
         details: &EntryDetails,
-    ) {
+    ) -> SharedHistory {
         let active = self.active_bytes();
-        self.recorder.add_to(snapshot, stacks, traces, active, details);
+        let history = self.recorder.share(traces, active, details);
         let segments = self.segment_infos(only, unused, snapshot, stacks);
         snapshot.segments.extend(segments);
+        history
     }
 
     fn segment_infos(

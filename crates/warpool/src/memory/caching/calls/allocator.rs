@@ -477,7 +477,9 @@ unsafe impl DeviceAllocator for CachingAllocator {
         let mut stacks = StackIds::default();
         for device in &self.devices {
             let details = device.timed_details(StackLevel::Alloc);
-            device.with(|state| state.add_to(&mut snapshot, &mut stacks, options, &details), |_, ()| ());
+            let add = |state: &mut DeviceState| state.add_to(&mut snapshot, &mut stacks, options, &details);
+            let history = device.with(add, |_, history| history);
+            history.add_to(&mut snapshot, &mut stacks);
         }
         Ok(snapshot)
     }

@@ -2,21 +2,20 @@
 
 use super::DeviceState;
 use crate::memory::caching::heap::{BlockStatus, Segment, SegmentKey};
-use crate::memory::report::EntryDetails;
-use crate::memory::report::StackIds;
+use crate::memory::report::{EntryDetails, SharedHistory, StackIds};
 use crate::memory::{BlockInfo, BlockState, SegmentInfo, Snapshot, SnapshotOptions, UsagePart};
 
 impl DeviceState {
-    /// Adds the device to a snapshot.
+    /// Adds the device's segments to a snapshot, and returns its history, which is added without the lock.
     pub(crate) fn add_to(
         &mut self,
         snapshot: &mut Snapshot,
         stacks: &mut StackIds,
         options: SnapshotOptions,
         details: &EntryDetails,
-    ) {
+    ) -> SharedHistory {
         let active = self.counters.stats.active_bytes.all.current;
-        self.recorder.add_to(snapshot, stacks, options.traces, active, details);
+        let history = self.recorder.share(options.traces, active, details);
         let mut segments = Vec::new();
         for (key, segment) in self.heap.segments() {
             if options.pool.is_none_or(|pool| pool == self.heap.block_pool_of(key).pool()) {
@@ -25,6 +24,7 @@ impl DeviceState {
         }
         segments.sort_by_key(|segment| segment.address);
         snapshot.segments.extend(segments);
+        history
     }
 
     /// Memory by stream and pool, one part per segment.
