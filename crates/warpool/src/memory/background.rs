@@ -23,7 +23,7 @@ const INTERVAL_UNUSED: Duration = Duration::from_secs(1);
 /// # use std::sync::Arc;
 /// # use warpool::driver::sim::{SimConfig, SimDriver};
 /// # use warpool::prelude::*;
-/// use warpool::memory::BackgroundReclaim;
+/// use warpool::memory::{BackgroundReclaim, PagedAllocator};
 ///
 /// # fn main() -> warpool::Result<()> {
 /// # let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default())))?;

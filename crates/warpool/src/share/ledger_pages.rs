@@ -19,7 +19,7 @@ const _: () = assert!(crate::ledger::WORDS <= super::LEDGER_WORDS, "an entry fit
 /// # use std::sync::Arc;
 /// # use warpool::driver::sim::{SimConfig, SimDriver};
 /// # use warpool::prelude::*;
-/// use warpool::memory::BackgroundReclaim;
+/// use warpool::memory::{BackgroundReclaim, PagedAllocator};
 /// use warpool::share::{LedgerPages, OtherLedger, PageDirectory, PageOptions, SharedPages};
 ///
 /// # fn main() -> warpool::Result<()> {
