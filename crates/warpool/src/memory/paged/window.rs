@@ -1,6 +1,7 @@
 //! Where a request goes that no free block can hold: the window of free addresses of least cost. The cost of a window
 //! is its driver calls, plus [`SLOT_WORTH`] for each slot that nothing else is in; of equal ones, the window that needs
-//! the fewest pages, then the lowest. For a request that would otherwise fail the slots count before the calls.
+//! the fewest pages, then the lowest. For a request that would otherwise fail the slots count before the calls, and
+//! those of pages that the window cuts count, too.
 //!
 //! A slot that nothing else is in counts whether or not its page is free: the page could be taken elsewhere. What is
 //! free beside other blocks in a slot can be used nowhere else.
@@ -210,10 +211,11 @@ impl<'a> RunCosts<'a> {
             return;
         }
         let (pages, calls) = (all.pages - before.pages, all.calls - before.calls);
-        let slots = (last + 1).min(self.whole.end).saturating_sub(first.max(self.whole.start));
         let key = if self.wanted.memory_first {
-            (slots, calls, addr)
+            let (before, after) = self.cut_off(first, last);
+            (self.whole_slots(first - before, last + after), calls, addr)
         } else {
+            let slots = self.whole_slots(first, last);
             (calls.saturating_add(SLOT_WORTH.saturating_mul(slots)), pages, addr)
         };
         if best.as_ref().is_some_and(|(other, _)| key >= *other) || self.cuts_page(first, last) {
@@ -223,6 +225,20 @@ impl<'a> RunCosts<'a> {
         let end = if ends_in.is_some() { self.addr(last + 1) } else { addr + bytes };
         let (range, anchor) = (self.run.range, self.run.first);
         *best = Some((key, Window { addr, start, end, range, anchor }));
+    }
+
+    /// How many slots from `first` to `last` nothing else is in.
+    fn whole_slots(&self, first: u32, last: u32) -> u32 {
+        (last + 1).min(self.whole.end).saturating_sub(first.max(self.whole.start))
+    }
+
+    /// The slots before and after a window that belong to pages of which it takes a part: no other slot gets those
+    /// pages.
+    fn cut_off(&self, first: u32, last: u32) -> (u32, u32) {
+        let own = |index: u32| self.slots.get(index as usize).and_then(SlotState::own);
+        let before = own(first).map_or(0, |part| u32::from(part.part));
+        let after = own(last).map_or(0, |part| part.slots_left() - 1);
+        (before, after)
     }
 
     fn hole_with(&self, index: u32) -> Option<&Range<u32>> {

@@ -2,7 +2,7 @@
 
 use super::machine::{DEVICE, MIB, Machine};
 use crate::defect::Defect;
-use crate::memory::{Allocation, DeviceAllocator as _, PoolOptions, PrivatePools as _, Request, Settings};
+use crate::memory::{Allocation, DeviceAllocator as _, MemPoolId, PoolOptions, PrivatePools as _, Request, Settings};
 
 /// A block that its stream has written to.
 fn allocate(machine: &Machine, stream: usize, bytes: u64) -> Allocation {
@@ -67,6 +67,32 @@ fn the_fewest_slots_count_first() {
 fn old_mappings_are_waited_for() {
     let machine = two_places(true);
     allocate(&machine, 0, 26 * MIB);
+    machine.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    assert_eq!(machine.defect(), None);
+}
+
+/// Two free pages of two slots are beside a hole of two slots. The request has five: there it would leave half of one
+/// page free, which no other slot can get, and two slots more are too many. At other addresses the pages are enough.
+#[test]
+fn a_page_that_a_window_cuts_counts_whole() {
+    let machine = Machine::with_capacity(14 * MIB, 2, Settings::default());
+    let allocate = |stream: usize, bytes: u64, slots: u32| {
+        machine.paged.set_page_sizes(if slots == 2 { 0 } else { u64::MAX }, u64::MAX);
+        allocate(&machine, stream, bytes)
+    };
+    let below = allocate(0, 4 * MIB, 2);
+    let between = allocate(0, 4 * MIB, 1);
+    let above = allocate(0, 4 * MIB, 2);
+    allocate(0, 2 * MIB, 1);
+    machine.paged.free(between).unwrap();
+    machine.paged.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
+    let elsewhere = allocate(1, 2 * MIB, 1);
+    allocate(1, 2 * MIB, 1);
+    let stats = machine.paged.page_stats(DEVICE).unwrap();
+    assert_eq!((stats.pages, stats.reserved_bytes, stats.totals.taken), (5, 14 * MIB, 0));
+    [below, above, elsewhere].into_iter().for_each(|block| machine.paged.free(block).unwrap());
+    machine.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+    allocate(0, 10 * MIB, 1);
     machine.streams.iter().for_each(|stream| stream.synchronize().unwrap());
     assert_eq!(machine.defect(), None);
 }
