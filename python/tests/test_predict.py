@@ -992,7 +992,9 @@ class Command(unittest.TestCase):
 
             def run(*arguments: str) -> Any:
                 command = [sys.executable, "-m", "warpool", "predict", *arguments]
-                return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+                # The package under test is found from the other folder, too.
+                found = {**os.environ, "PYTHONPATH": str(Path(warpool.__file__).resolve().parent.parent)}
+                return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=found)
 
             done = run("--gpu", "h200", "-q", "-m", "package.train", "--steps", "3", "-m", "x")
             self.assertEqual(done.returncode, 0, done.stderr)
