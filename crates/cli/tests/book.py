@@ -13,8 +13,9 @@
 * `c`: the blocks of a page are compiled, as one file. `toml` is parsed.
 
 A block that cannot run here says so behind its language, and is counted: `gpu` needs a GPU, `torch` needs PyTorch,
-`slow` takes minutes (`--slow` runs it), `published` needs published crates. Of these, syntax is checked, and whether
-the options of `warpool` and the files that they name exist. `--list` names them, and the commands that took longest.
+`slow` takes minutes (`--slow` runs it), `live` needs a terminal or a process that runs meanwhile, `published` needs
+published crates. Of these, syntax is checked, and whether the options of `warpool` and the files that they name exist.
+`--list` names them, and the commands that took longest.
 
 Needs Python 3.9. Exit status: 0, 1 if a block fails, 2 on wrong usage.
 """
@@ -40,6 +41,7 @@ MARKS = {
     "gpu": "needs a GPU",
     "torch": "needs PyTorch",
     "slow": "takes minutes",
+    "live": "needs a terminal, or a process that runs meanwhile; terminal.py has both",
     "published": "needs published crates; scripts/publish runs it from a registry of its own",
 }
 LANGUAGES = {"sh", "text", "python", "rust", "c", "toml"}

@@ -168,6 +168,11 @@ struct ReadmeExamples;
 #[doc = include_str!("../../../docs/rust.md")]
 struct RustExamples;
 
+/// The same for `docs/sharing.md`.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/sharing.md")]
+struct SharingExamples;
+
 /// The same for `docs/simulated-gpu.md`.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/simulated-gpu.md")]
