@@ -51,7 +51,7 @@ pub(crate) fn write_at_most(snapshot: &mut Snapshot, path: &Path, bytes_max: u64
     }
 }
 
-/// A file that may have so many bytes more.
+/// A file to which at most `left` bytes may be added.
 struct AtMost<'f> {
     file: &'f File,
     left: u64,

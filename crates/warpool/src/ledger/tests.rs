@@ -22,7 +22,7 @@ fn check(model: impl Fn() + Sync + Send + Copy + 'static) {
     shuttle::check_pct(model, schedules, 3);
 }
 
-/// Processes that share a card of so many units, by number; each with its guarantee.
+/// Processes that share a card of `capacity` units, by number; each with its guarantee.
 struct Card {
     capacity: u64,
     words: Vec<Vec<AtomicU64>>,

@@ -57,7 +57,7 @@ pub const LEDGER_WORDS: usize = 128;
 /// The values under the sequence number.
 pub(super) const VALUE_WORDS: usize = VALUES.end - VALUES.start - sequence::OVERHEAD;
 
-/// The words of a page of so many devices.
+/// How many words a page of `devices` devices has.
 pub(super) const fn words(devices: usize) -> usize {
     HEAD_WORDS + devices * SECTION_WORDS
 }
@@ -79,7 +79,7 @@ pub(super) fn load_text(words: &[AtomicU64]) -> String {
     unpacked(words.iter().map(|word| word.load(Ordering::Relaxed)))
 }
 
-/// The bytes of a text, at most so many, and no part of a character.
+/// The bytes of a text, at most `bytes_max`, and no part of a character.
 pub(super) fn cut(text: &str, bytes_max: usize) -> &[u8] {
     let end = (0..=bytes_max.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
     &text.as_bytes()[..end.unwrap_or(0)]

@@ -1,6 +1,6 @@
-//! Writes the page of an allocator, from a thread of its own: allocations and frees do nothing for it. It reads what
-//! the allocator counts in any case, four times per second while someone reads the page, else every ten seconds. An
-//! out-of-memory error is written when it happens, by the thread that has it.
+//! Writes the page of an allocator, from a thread of its own: allocations and frees do nothing for it. It reads
+//! counters that the allocator has anyway, four times per second while someone reads the page, else every ten
+//! seconds. An out-of-memory error is written when it happens, by the thread that has it.
 //!
 //! The thread makes one driver call, for the free memory of a device, and only while someone reads, and if the process
 //! uses the device.
