@@ -3,7 +3,7 @@
 //! CUDA does not synchronize a `CUgraph`, not even one that is being captured: while one call reads or changes it
 //! through the graph functions, no other may put work into the capture. So both hold `graph_lock`, and so does a call
 //! that may end the capture. Work for a stream that does not capture takes no lock that other streams' work takes:
-//! [`CudaDriver::begin_work`].
+//! [`CudaDriver::begin_work`]. Nor may a stream be asked for its capture while that begins or ends: `capture_queries`.
 
 use std::ffi::c_uint;
 use std::ptr;
@@ -27,7 +27,7 @@ use crate::graph::{Graph, GraphOwner};
 use crate::graph_family::GraphFamily;
 use crate::handle::{Context, CudaHandle, GraphHandle, NodeHandle, StreamHandle};
 use crate::stream::{Stream, StreamKind, WorkLock};
-use crate::sync::lock;
+use crate::sync::{lock, read, write};
 
 /// `CUstreamCaptureStatus` as numbers: a newer driver may have more of them.
 const NOT_CAPTURING: u32 = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as u32;
@@ -166,8 +166,12 @@ impl Captures for CudaDriver {
         let _graphs = lock(&self.graph_lock);
         let _beginning = self.captures.beginning();
         let since = self.capture_errors.count();
-        // SAFETY: the stream is live.
-        site.check_harmless(unsafe { (self.api.stream_begin_capture)(stream.raw.raw(), mode_of(mode)) })?;
+        let code = {
+            let _no_queries = write(&self.capture_queries);
+            // SAFETY: the stream is live.
+            unsafe { (self.api.stream_begin_capture)(stream.raw.raw(), mode_of(mode)) }
+        };
+        site.check_harmless(code)?;
         match self.capturing_graph(site, &stream) {
             Some(graph) => self.capture_began(site, &stream, (graph, graph), Some(GraphFamily::default()), since),
             None => {
@@ -185,8 +189,11 @@ impl Captures for CudaDriver {
         let _graphs = lock(&self.graph_lock);
         self.end_body_captures_of(&stream);
         let mut raw = ptr::null_mut();
-        // SAFETY: the stream is live; CUDA writes the handle to `raw`.
-        let code = unsafe { (self.api.stream_end_capture)(stream.raw.raw(), &raw mut raw) };
+        let code = {
+            let _no_queries = write(&self.capture_queries);
+            // SAFETY: the stream is live; CUDA writes the handle to `raw`.
+            unsafe { (self.api.stream_end_capture)(stream.raw.raw(), &raw mut raw) }
+        };
         let known = self.captures.get(&origin_key(&stream));
         let invalidated = |code| match &known {
             Some(capture) => site.explain(code, self.capture_errors.explain(capture.since)),
@@ -309,6 +316,7 @@ impl CudaDriver {
     /// A stream's capture status (CUDA's number), the capture's id and its graph.
     fn capture_status(&self, site: CallSite<'_>, stream: &Stream) -> Result<(u32, u64, GraphHandle)> {
         let (mut status, mut id, mut graph) = (0_u32, 0, ptr::null_mut());
+        let _no_change = read(&self.capture_queries);
         // SAFETY: the stream is live. `status` has the size of the C enum; CUDA writes to the three variables, and
         // nothing where the pointer is null.
         site.check_harmless(unsafe {
@@ -350,6 +358,7 @@ impl CudaDriver {
     /// holds `graph_lock`.
     pub(crate) fn capture_info(&self, site: CallSite<'_>, stream: &Stream) -> Result<CaptureInfo> {
         let (mut status, mut graph, mut first, mut count) = (0_u32, ptr::null_mut(), ptr::null(), 0);
+        let _no_change = read(&self.capture_queries);
         // SAFETY: the stream is live. `status` has the size of the C enum; CUDA writes to the four variables, and
         // nothing where the pointer is null.
         site.check_harmless(unsafe {
@@ -422,6 +431,7 @@ impl CudaDriver {
         let site = self.site(Call::CaptureEnd);
         let mut graph = ptr::null_mut();
         let ended = self.make_current(site, body.context).and_then(|_current| {
+            let _no_queries = write(&self.capture_queries);
             // SAFETY: the stream is live: a call that destroys it holds `graph_lock` and removes its capture. CUDA
             // writes the graph's handle to `graph`; the node keeps the graph. The capture ends on any thread, whatever
             // the code (seen on an H200).

@@ -13,7 +13,7 @@ use crate::error::CallSite;
 use crate::graph::GraphOwner;
 use crate::handle::GraphHandle;
 use crate::object_table::{Exclusive, Shared};
-use crate::sync::lock;
+use crate::sync::{lock, write};
 
 /// The flag of a conditional node, in the object table.
 pub(crate) struct Conditional {
@@ -126,9 +126,13 @@ impl CudaDriver {
         let _body_current = self.on_stream(site, &body)?;
         let _beginning = self.captures.beginning();
         let since = self.capture_errors.count();
-        // SAFETY: the body's stream is live, and its graph lives as long as the node; without dependencies CUDA reads
-        // no arrays.
-        site.check(unsafe { begin(body.raw.raw(), graph.raw(), ptr::null(), ptr::null(), 0, mode_of(mode)) })?;
+        let code = {
+            let _no_queries = write(&self.capture_queries);
+            // SAFETY: the body's stream is live, and its graph lives as long as the node; without dependencies CUDA
+            // reads no arrays.
+            unsafe { begin(body.raw.raw(), graph.raw(), ptr::null(), ptr::null(), 0, mode_of(mode)) }
+        };
+        site.check(code)?;
         let family = self.family_of_capture(capture.graph);
         self.capture_began(site, &body, (graph, flag.root), family, since)
     }

@@ -41,7 +41,8 @@
 //! The lock order, for calls that hold several locks: objects, where a stream comes before the executables and handles
 //! that are bound to it (no call waits in the opposite order); `pinned_access`; `pinned`; a stream's work lock;
 //! `graph_lock`; graphs and flags, for which no call waits elsewhere; a graph's `template`; `captures`; a device's
-//! `caller_retains`; `stream_users`; the free slots of an object table; `capture_errors`.
+//! `caller_retains`; `stream_users`; the free slots of an object table; `capture_queries`;
+//! `capture_errors`.
 
 #[cfg(not(all(target_pointer_width = "64", target_endian = "little")))]
 compile_error!("warpool-cuda needs a 64-bit little-endian target, as the CUDA driver does");
@@ -187,6 +188,9 @@ pub struct CudaDriver {
     /// Held while a `CUgraph` is used: CUDA does not synchronize them, and one that is being captured may be ended by
     /// another thread.
     graph_lock: Mutex<()>,
+    /// Held shared while CUDA is asked whether a stream captures, and exclusively while a capture begins or ends: the
+    /// query crashes if another thread ends the capture meanwhile (seen on an H200, with driver 580).
+    capture_queries: RwLock<()>,
     modules: ObjectTable<kernel::Module>,
     /// Modules that were unloaded by id, but which graphs may use.
     modules_pending_unload: Mutex<Vec<kernel::Module>>,
@@ -237,6 +241,7 @@ impl CudaDriver {
             conditionals: ObjectTable::new(),
             captures: ActiveCaptures::default(),
             graph_lock: Mutex::new(()),
+            capture_queries: RwLock::new(()),
             modules: ObjectTable::new(),
             modules_pending_unload: Mutex::default(),
             functions: ObjectTable::new(),

@@ -154,8 +154,12 @@ impl Streams for CudaDriver {
             let _graphs = lock(&self.graph_lock);
             let _current = self.on_stream(site, &object)?;
             self.end_body_captures_of(&object);
-            // SAFETY: `raw` came from cuStreamCreateWithPriority, and no other call can use it.
-            site.check(unsafe { (self.api.stream_destroy)(object.raw.raw()) })?;
+            let code = {
+                let _no_queries = write(&self.capture_queries);
+                // SAFETY: `raw` came from cuStreamCreateWithPriority, and no other call can use it.
+                unsafe { (self.api.stream_destroy)(object.raw.raw()) }
+            };
+            site.check(code)?;
             self.capture_dropped(&object);
         }
         object.remove();

@@ -12,7 +12,7 @@ use std::alloc::{Layout, alloc_zeroed};
 use std::cell::{Cell, RefCell};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::{ptr, thread};
 
 use cudarc::driver::sys::*;
@@ -40,6 +40,8 @@ struct Object {
     serial: u64,
     /// For a stream: the graph that it captures into.
     capture: Mutex<Option<&'static Self>>,
+    /// For a stream: how many calls are asking for its capture.
+    asked: AtomicUsize,
     /// For a graph: the bodies of its conditional nodes.
     bodies: Mutex<Vec<&'static Self>>,
     is_body: bool,
@@ -68,6 +70,7 @@ fn make_node(is_body: bool, kind: u32) -> &'static Object {
         exists: AtomicBool::new(true),
         serial,
         capture: Mutex::default(),
+        asked: AtomicUsize::new(0),
         bodies: Mutex::default(),
         is_body,
         nodes: Mutex::default(),
@@ -337,7 +340,11 @@ fn begin(stream: &'static Object, graph: &'static Object) -> u32 {
         return ErrorCode::IllegalState.number();
     }
     *capture = Some(graph);
-    exist(&[stream, graph])
+    not_asked(stream).max(exist(&[stream, graph]))
+}
+/// CUDA crashes if a capture ends while another thread asks for it.
+fn not_asked(stream: &Object) -> u32 {
+    if stream.asked.load(Ordering::SeqCst) == 0 { 0 } else { RACED.number() }
 }
 extern "C" fn capture_end(stream: CUstream, graph: *mut CUgraph) -> u32 {
     let Some(ended) = lock(&object(stream).capture).take() else { return ErrorCode::IllegalState.number() };
@@ -347,7 +354,7 @@ extern "C" fn capture_end(stream: CUstream, graph: *mut CUgraph) -> u32 {
         return ErrorCode::StreamCaptureInvalidated.number();
     }
     give(graph, handle(ended));
-    exist(&[object(stream), ended])
+    not_asked(object(stream)).max(exist(&[object(stream), ended]))
 }
 extern "C" fn capture_info(
     stream: CUstream,
@@ -357,7 +364,11 @@ extern "C" fn capture_info(
     dependencies: *mut *const CUgraphNode,
     _: *mut usize,
 ) -> u32 {
-    let Some(now) = *lock(&object(stream).capture) else { return exist(&[object(stream)]) };
+    object(stream).asked.fetch_add(1, Ordering::SeqCst);
+    let capture = *lock(&object(stream).capture);
+    thread::yield_now();
+    object(stream).asked.fetch_sub(1, Ordering::SeqCst);
+    let Some(now) = capture else { return exist(&[object(stream)]) };
     give(
         status,
         match now.invalid.load(Ordering::SeqCst) {

@@ -124,7 +124,7 @@ fn a_nested_body_is_destroyed_with_the_outermost_graph() -> Result<()> {
 }
 
 /// Six threads create, use and destroy the same few objects. Calls may be refused, but none may use a destroyed object
-/// or a graph that another call uses, and none may wait forever.
+/// or a graph that another call uses, none may ask for a capture while it begins or ends, and none may wait forever.
 #[test]
 fn no_call_uses_a_destroyed_object_or_races_on_a_graph() {
     let (rounds, threads) = if cfg!(miri) { (100, 3) } else { (5_000, 6) };
@@ -144,7 +144,7 @@ fn no_call_uses_a_destroyed_object_or_races_on_a_graph() {
             let (stream, event) = (StreamId(now(&streams, a)), EventId(now(&events, b)));
             let (graph, exec) = (GraphId(now(&graphs, a)), GraphExecId(now(&execs, b)));
             let (handle, node) = (HandleId(now(&handles, b)), NodeId(now(&nodes, b)));
-            let done = match rng.u32(..28) {
+            let done = match rng.u32(..29) {
                 0 => driver
                     .stream_create(DEVICE, StreamOptions::default())
                     .and_then(|new| driver.stream_destroy(StreamId(put(&streams, new.0)))),
@@ -178,6 +178,7 @@ fn no_call_uses_a_destroyed_object_or_races_on_a_graph() {
                 24 | 25 => driver.capture_topology(stream).map(drop),
                 26 => driver.capture_dependencies(stream).map(drop),
                 27 => driver.stream_host_callback(stream, Arc::new(|| ())),
+                28 => driver.capture_state(stream).map(drop),
                 14 => driver.conditional_create(stream, 1).map(|new| _ = put(&flags, new.0)),
                 _ => {
                     let (flag, body) = (ConditionalId(now(&flags, a)), StreamId(now(&streams, b)));
