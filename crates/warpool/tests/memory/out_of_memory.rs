@@ -306,6 +306,22 @@ fn oversize_segments_beyond_the_sum_stay() {
     context.finish();
 }
 
+/// A segment that was split before there was a limit cannot be released; the next larger one can.
+#[test]
+fn an_oversize_part_of_a_segment_is_passed_over() {
+    let context = TestContext::with_capacity(GIB, "");
+    let whole = context.alloc(500 * MIB);
+    context.free(whole);
+    context.alloc(300 * MIB);
+    context.set("max_split_size_mb:100");
+    let other = context.alloc(400 * MIB);
+    context.free(other);
+    // 124 MiB are free. The part of 200 MiB is the smallest block that is large enough.
+    context.alloc(150 * MIB);
+    assert_eq!((context.stats().num_alloc_retries, context.bytes_reserved()), (0, 650 * MIB));
+    context.finish();
+}
+
 #[test]
 fn too_few_oversize_segments_lead_to_the_next_retry() {
     let context = TestContext::with_capacity(GIB, "max_split_size_mb:100");

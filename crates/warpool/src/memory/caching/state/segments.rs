@@ -150,12 +150,13 @@ impl DeviceState {
         }
         let needed = request.size.max(limit);
         let mut large_enough = self.heap.free_blocks_from(request.block_pool, request.stream, needed);
-        if let Some((one, _)) = large_enough.find(|(_, block)| !block.is_expandable()) {
+        // Part of a segment may be oversize if the limit was set after that was split.
+        if let Some((one, _)) = large_enough.find(|(_, block)| block.is_free_segment()) {
             return (needed, vec![one]);
         }
         let largest = self.heap.free_blocks_of(request.block_pool, request.stream);
         let oversize = largest.take_while(|(_, block)| block.size() >= limit);
-        (needed, oversize.filter(|(_, block)| !block.is_expandable()).map(|(key, _)| key).collect())
+        (needed, oversize.filter(|(_, block)| block.is_free_segment()).map(|(key, _)| key).collect())
     }
 
     /// The free large segments of the default pool that are at least as old as their average.
