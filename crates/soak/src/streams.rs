@@ -201,7 +201,8 @@ impl Run<'_> {
     }
 
     /// A stream that has just requested memory uses a block without a recorded use, and the block is freed. Its pages
-    /// wait for such a stream, as long as the block's own stream makes no request and no driver call fails.
+    /// wait for such a stream, as long as the block's own stream makes no request, no driver call fails, and no
+    /// destructor frees the stream's last block.
     fn use_unsaid(&mut self) {
         let can_wait = self.subject.paged.is_some() && !self.machine.has_faults();
         let Some(other) = self.any_asking().filter(|_| can_wait && !self.blocks.is_empty()) else { return };
@@ -296,9 +297,11 @@ impl Run<'_> {
         // What a destructor, a failed driver call or a panic leaves to later calls names none of these streams.
         let kind = self.context.rng.below(6);
         let allocator = &self.subject.allocator;
+        // A destructor records no event, so later calls know nothing of the stream's other work.
+        let is_destructor = kind == 2 && !self.unsaid.contains(&stream);
         let outcome = self.machine.call(self.context, || match kind {
             0 | 1 => allocator.free_raw(allocation.ptr),
-            2 => {
+            2 if is_destructor => {
                 allocator.free_later(allocation);
                 Ok(())
             }

@@ -8,6 +8,10 @@
 //! [`TIMES`] times, and after that for as long as it is busy. One that was found idle is not waited for again until it
 //! allocates or frees. Of more than [`STREAMS_MAX`], those that did so last count. So the cost is bounded, and streams
 //! that do nothing cost nothing.
+//!
+//! A stream whose last block was freed by a destructor is not waited for: a destructor records no event, the stream may
+//! have gone since, and to wait for the whole device would make programs slow that say which streams use a block, as
+//! typed memory does by itself.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
