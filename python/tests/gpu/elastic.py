@@ -95,7 +95,10 @@ def main() -> int:
     plain_out = torch.empty_like(out)
     plain_graph = captured(torch, decode_step(torch, plain, tables, query, plain_out))
     plain_graph.replay()
-    check("the results are equal", torch.equal(elastic_out, plain_out))
+    check("the contents are equal", torch.equal(plain, kv[:, :, :used]))
+    # Of 65,536 numbers one or two differ in the last bits between two runs of the same attention, with any allocator.
+    difference = (elastic_out.float() - plain_out.float()).abs().max().item()
+    check("the results are equal", difference <= 1e-3, difference=difference)
     ratio = elastic / seconds(torch, plain_graph.replay, 50)
     check("a step, of one with torch.empty", ratio <= 1.01, ratio=round(ratio, 4), milliseconds=round(elastic * 1e3, 3))
     del plain, plain_graph, plain_out
@@ -134,7 +137,9 @@ def main() -> int:
     single = one_by_one / max(pages, 1)
     check("a new page, one block at a time", single <= 200e-6, us=round(single * 1e6, 1), pages=pages)
 
-    # Prefill and decode in turns: the activations of one are the cache of the other.
+    # Prefill and decode in turns: the activations of one are the cache of the other. The memory of a captured graph
+    # would be in use meanwhile, without being allocated.
+    del graph
     kv.decommit(0, arguments.blocks)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

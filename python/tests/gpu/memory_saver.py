@@ -50,7 +50,9 @@ def main() -> int:
     before = torch.cuda.mem_get_info()[0]
     done = saver.pause()
     freed = torch.cuda.mem_get_info()[0] - before
-    check("the driver has the memory", freed >= done.bytes_device > 2048 * MIB, f"{freed >> 20} MiB, {done}")
+    # To map the pinned copy of the weights the driver itself takes some memory of the device.
+    returned = freed + 16 * MIB >= done.bytes_device > 2048 * MIB
+    check("the driver has the memory", returned, f"{freed >> 20} MiB, {done}")
     check("what belongs to no region is there", int(helper.min()) == 7 == int(helper.max()))
     check("weights wake alone", saver.resume("weights").changed == 1)
     check("with their contents", bool((weights == torch.arange(256 * MIB, dtype=torch.int32, device="cuda")).all()))

@@ -31,6 +31,11 @@ pub(crate) const WORDS: usize = admission::WORDS;
 /// Grants are raised to multiples of this, where there is room: so most requests read no other process's words.
 const CHUNK: u64 = 64 << 20;
 
+/// What all processes together leave for memory that no allocator has: the context of a process that starts, handles of
+/// libraries, modules, graphs. A part of small cards.
+const OUTSIDE_MAX: u64 = 1 << 30;
+const OUTSIDE_PART: u64 = 32;
+
 /// For how long a request for memory counts after it was last made: its process may have been stopped.
 const ASKED_FOR_US: u64 = 1_000_000;
 
@@ -53,6 +58,8 @@ pub(crate) struct CardShare {
     uuid: DeviceUuid,
     number: u64,
     terms: Terms,
+    /// What is left for memory that no allocator has.
+    outside: u64,
     /// Other processes that share, as of the last look into the folder.
     peers: Mutex<Vec<Box<dyn OtherLedger>>>,
     /// What the last refused claim lacked.
@@ -78,6 +85,7 @@ impl CardShare {
             uuid: properties.uuid,
             number: pages.number(),
             terms,
+            outside: OUTSIDE_MAX.min(properties.bytes_total / OUTSIDE_PART),
             peers: Mutex::default(),
             missing: AtomicU64::new(0),
             is_off: AtomicBool::new(false),
@@ -202,7 +210,8 @@ impl CardShare {
         if self.is_off.load(Ordering::Relaxed) {
             u64::MAX
         } else {
-            room(&self.words().entry(self.number), &others, capacity)
+            let own = self.words().entry(self.number);
+            room(&own, &others, capacity).max(own.guaranteed.saturating_sub(own.held))
         }
     }
 
@@ -223,8 +232,11 @@ impl CardShare {
             ..*after
         });
         let mut entries: Vec<Entry> = both.collect();
-        entries.push(self.words().entry(self.number));
-        let capacity = capacity(free, &entries);
+        let own = self.words().entry(self.number);
+        let is_guaranteed = own.claim > 0 && own.granted.saturating_add(own.claim) <= own.guaranteed;
+        let left = if is_guaranteed { 0 } else { self.outside };
+        entries.push(own);
+        let capacity = capacity(free.saturating_sub(left), &entries);
         entries.pop();
         (entries, capacity)
     }
