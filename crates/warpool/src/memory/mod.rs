@@ -89,6 +89,7 @@ pub mod external;
 mod hold;
 pub mod host;
 mod limit;
+mod mapped_segments;
 mod paged;
 mod pool;
 mod pool_owner;

@@ -21,5 +21,6 @@ mod recent;
 mod reentrancy;
 mod regressions;
 mod settings_extremes;
+mod stable;
 mod stats;
 mod streams;

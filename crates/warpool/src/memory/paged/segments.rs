@@ -32,7 +32,7 @@ pub(super) fn allocate(
         return Err(Error::PoolReleased { pool });
     };
     let size = rounded(request.bytes);
-    let (kind, bytes) = (kind_of(size), SizeRules::new(&device.settings()).segment(size));
+    let (kind, bytes) = (kind_of(size), source.rounded(SizeRules::new(&device.settings()).segment(size)));
     {
         let mut table = lock(&device.pages);
         if let Err(cause) = device.admit(&table, bytes) {

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use warpool_driver::DeviceId;
 
 use super::changing::{Changing, ChangingPool};
-use super::copies::{Copies, Packer, SaveError, SavedRange};
+use super::copies::{Copies, Packer, SaveError};
 use super::elastic::TagElastic;
 use super::report::{Keep, SleepReport};
-use super::segments::{Contents, Phase, Segment};
 use super::shared::{Shared, TagPool};
 use crate::error::{SleepCall, SleepFailure, SleepShortage};
+use crate::memory::mapped_segments::{Contents, Phase, SavedRange, Segment};
 use crate::memory::{BlockState, HostBlock, SegmentKind, SnapshotOptions};
 use crate::{Device, Error, Result};
 

@@ -11,9 +11,9 @@ use super::changing::{Changing, ChangingPool};
 use super::copies::Copies;
 use super::going::{names, names_on_devices};
 use super::report::SleepReport;
-use super::segments::{Contents, Phase};
 use super::shared::{Shared, TagPool};
 use crate::error::{SleepCall, SleepFailure, SleepShortage};
+use crate::memory::mapped_segments::{Contents, Phase};
 use crate::memory::{Asleep, MemPoolId};
 use crate::{Error, Result};
 

@@ -1,6 +1,7 @@
 //! Segments that are one allocation of the driver or of a pool's upstream.
 
 use crate::Result;
+use crate::memory::OomCause;
 use crate::memory::caching::device::SlowGuard;
 use crate::memory::caching::heap::{BlockKey, BlockRequest};
 use crate::memory::report::EntryDetails;
@@ -23,7 +24,11 @@ pub(super) fn allocate(
 ) -> Result<OrOom<BlockKey>> {
     let source = SegmentSource::of(slow.read(|state| state.pools.upstream(request.pool))?);
     let stream_raw = slow.stream_raw(request.stream)?;
-    let bytes = request.segment;
+    let bytes = call(slow, &source, || source.rounded(request.segment));
+    let request = &BlockRequest { segment: bytes, ..*request };
+    if slow.read(|state| state.exceeds_limit(request)) {
+        return Ok(Err(OomCause::Limit));
+    }
     slow.change(|state| state.source_bytes_in_flight += bytes);
     let end = || slow.change(|state| state.source_bytes_in_flight -= bytes);
     let unwinds = OnUnwind::new(end);
