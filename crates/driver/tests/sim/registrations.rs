@@ -85,6 +85,8 @@ fn memory_that_left_and_memory_that_came_are_both_stale() -> Result<()> {
     let range = hazard.range.expect("it is about memory");
     assert_eq!((range.offset, range.bytes), (it.piece(1).0, 6 * MIB));
     assert!(hazard.why.contains("\"the cache\"") && hazard.why.contains("left its address by call"), "{}", hazard.why);
+    let stale = it.gpu.stale_registrations();
+    assert!(stale.len() == 1 && stale[0].0 == registered, "{stale:?}");
     // Parts that stayed are not.
     it.gpu.clear_hazards();
     it.gpu.write_registered(registered, 0, 2 * MIB, 1, it.stream)?;

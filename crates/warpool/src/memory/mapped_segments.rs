@@ -9,7 +9,7 @@
 //! forbids, are left to the next call.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use warpool_driver::{
     Access, DeviceAccess, DeviceId, DevicePtr, Driver, ErrorCode, HostPtr, PhysicalId, PhysicalOptions, ShareKind,
@@ -17,6 +17,8 @@ use warpool_driver::{
 };
 
 use super::core::AllocatorCore;
+use super::left_segments::{LeftSegment, LeftSegments};
+use super::report::RangeEvent;
 use super::stream_fence;
 use super::{Asleep, DeviceAllocator, HostBlock, MemPoolId, PoolSleep, SegmentKind, Upstream};
 use crate::capture::RelaxedMode;
@@ -143,7 +145,9 @@ impl MappedSegments {
 
     /// The segments of a stable pool.
     pub(crate) fn stable(core: &Arc<AllocatorCore>, device: &Device) -> Self {
-        Self { serves: OnceLock::from(Serves::Stable(Arc::clone(core))), ..Self::new("".into(), device) }
+        let segments = Self::new("".into(), device);
+        let _ = segments.serves.set(Serves::Stable(Arc::clone(core)));
+        segments
     }
 
     pub(crate) fn set_owner(&self, allocator: &Arc<dyn DeviceAllocator>, pool: MemPoolId) {
@@ -291,6 +295,12 @@ impl MappedSegments {
     pub(crate) fn collect(&self) {
         let _once = lock(&self.returning);
         self.release_listed();
+        if let Some(left) = self.device.instance().extensions().get::<LeftSegments>()
+            && !self.has_captures()
+            && let Err(error) = left.free(self.driver())
+        {
+            tracing::warn!(%error, "segments of a pool that is gone could not be returned to the driver; it is retried");
+        }
         if matches!(lock(&self.state).phase, Phase::Changing) {
             return;
         }
@@ -360,6 +370,16 @@ impl MappedSegments {
         told || self.device.instance().has_captures()
     }
 
+    /// Tells the range observers of a pool of a tag, before a segment falls asleep and after it woke.
+    pub(crate) fn tell(&self, event: RangeEvent, segment: &Segment) {
+        if let Some(Serves::Tag(allocator, _)) = self.serves.get()
+            && let Some(allocator) = allocator.upgrade()
+        {
+            let (ptr, bytes) = (DevicePtr(segment.ptr), segment.bytes);
+            allocator.observers().range_changes(self.device.id(), event, ptr, bytes);
+        }
+    }
+
     /// Tells the allocator how much memory is asleep, after memory of the sleeping pool was freed or released.
     pub(crate) fn count_asleep(&self) {
         if let Some(Serves::Tag(allocator, pool)) = self.serves.get()
@@ -370,6 +390,28 @@ impl MappedSegments {
             // This fails only for a device that does not exist.
             let _ = sleep.set_asleep(self.device.id(), *pool, Some(self.asleep()));
         }
+    }
+}
+
+impl Drop for MappedSegments {
+    /// Leaves what could not be returned to the driver to later calls.
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let is_empty = state.segments.is_empty() && state.unreleased.is_empty();
+        if is_empty || self.device.instance().is_inherited() {
+            return;
+        }
+        let (device, unreleased) = (self.device.id(), std::mem::take(&mut state.unreleased));
+        let of_segment = |segment: &Segment| LeftSegment {
+            device,
+            physical: segment.physical,
+            addresses: Some((segment.ptr, segment.bytes)),
+            is_mapped: segment.is_mapped,
+        };
+        let of_physical =
+            |(physical, _)| LeftSegment { device, physical: Some(physical), addresses: None, is_mapped: false };
+        let left = self.device.instance().extensions().get_or_init(LeftSegments::default);
+        left.add(state.segments.values().map(of_segment).chain(unreleased.into_iter().map(of_physical)));
     }
 }
 

@@ -88,6 +88,7 @@ mod elastic_range;
 pub mod external;
 mod hold;
 pub mod host;
+mod left_segments;
 mod limit;
 mod mapped_segments;
 mod paged;

@@ -17,6 +17,7 @@ mod out_of_memory;
 mod panics;
 mod placement;
 mod pools;
+mod ranges;
 mod recent;
 mod reentrancy;
 mod regressions;

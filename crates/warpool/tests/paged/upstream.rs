@@ -331,6 +331,7 @@ fn random_programs_over_pools_with_segments() {
                     upstream: (rng.below(2) == 0).then(|| source.clone() as Arc<dyn Upstream>),
                     use_on_oom: rng.below(2) == 0,
                     no_split: rng.below(2) == 0,
+                    ..PoolOptions::default()
                 })),
                 1 if !pools.is_empty() => drop(pools.swap_remove(rng.below(pools.len()))),
                 2 => {

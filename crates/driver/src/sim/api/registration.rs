@@ -49,6 +49,14 @@ impl SimDriver {
         named_as("deregister_memory", outcome)
     }
 
+    /// Registrations whose memory has left its address, and why, oldest first. Each use of one would be a hazard.
+    #[must_use]
+    pub fn stale_registrations(&self) -> Vec<(RegistrationId, String)> {
+        let state = self.lock();
+        let stale = state.memory.stale_registrations();
+        stale.into_iter().map(|(id, why)| (RegistrationId(id), why)).collect()
+    }
+
     /// Enqueues a write to registered memory, as a peer or a network card makes it. When it runs, and other memory is at
     /// the addresses than was registered, that is a [`HazardKind::StaleRegistration`](super::super::HazardKind::StaleRegistration) and nothing is written.
     /// Counts as a [`fill`](crate::Copies::fill). `InvalidHandle` if the registration has ended.

@@ -64,6 +64,16 @@ impl Memory {
         self.registrations.0.len()
     }
 
+    /// Those of which a part is not the memory that was registered, and why.
+    pub fn stale_registrations(&self) -> Vec<(u64, String)> {
+        let why = |id| {
+            let of = self.registrations.0.get(id)?;
+            let (from, why) = self.why_stale(of, 0, of.bytes)?;
+            Some((id, format!("registration {:?}, from {from} on: {why}", of.label)))
+        };
+        self.registrations.0.ids().into_iter().filter_map(why).collect()
+    }
+
     /// Why `bytes` bytes at `offset` of a registration are not the memory that was registered, and from which address
     /// on; `None` if they are.
     pub fn why_stale(&self, of: &Registration, offset: u64, bytes: u64) -> Option<(DevicePtr, String)> {

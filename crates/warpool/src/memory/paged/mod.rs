@@ -84,6 +84,7 @@ use self::device::PagedDevice;
 use self::page_sizes::PageSizes;
 use super::core::AllocatorCore;
 use super::pool_owner::PoolOwner;
+use super::report::Ranges;
 use super::{Backend, PageStats, Settings, StackLevel, lint};
 // Under these names, so that the models of `heaps` and `address_space` can give them others.
 use crate::sync::{primitives as sync, spin_lock};
@@ -111,6 +112,7 @@ impl PagedAllocator {
             return Err(Error::Unsupported { allocator: "paged", what: "a granularity that is no power of two" });
         }
         let shared = AllocatorCore::new(instance, naming_backend(settings));
+        shared.observers.show_ranges(Ranges::Pages);
         let devices = instance.devices().map(|device| PagedDevice::new(&shared, &device)).collect();
         Ok(Self { shared, devices })
     }
