@@ -1,5 +1,5 @@
-//! Registered memory: blocks of the default pool, of a private pool and of a stable pool, on a device with little memory,
-//! while driver calls fail. Every block is written through registrations, as a network card would.
+//! Registered memory: blocks of the default pool, of a private pool and of a stable pool, on a device with little
+//! memory, while driver calls fail. Every block is written through registrations, as a network card would.
 //!
 //! Memory of the stable pool is registered once, by the program: that must stay valid as long as the pool has uses. All
 //! other memory is registered when range observers are told that it is there, and no registration may be of memory that

@@ -299,7 +299,7 @@ impl MappedSegments {
             && !self.has_captures()
             && let Err(error) = left.free(self.driver())
         {
-            tracing::warn!(%error, "segments of a pool that is gone could not be returned to the driver; it is retried");
+            tracing::warn!(%error, "segments of a pool that is gone could not be returned; it is retried");
         }
         if matches!(lock(&self.state).phase, Phase::Changing) {
             return;

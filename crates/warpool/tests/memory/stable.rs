@@ -1,4 +1,4 @@
-//! Stable pools: one physical allocation per segment, aligned for registration, that stays as long as the pool has uses.
+//! Stable pools: one physical allocation per segment, aligned for registration, that stays as long as the pool is used.
 
 use std::sync::Arc;
 

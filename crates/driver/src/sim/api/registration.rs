@@ -57,9 +57,11 @@ impl SimDriver {
         stale.into_iter().map(|(id, why)| (RegistrationId(id), why)).collect()
     }
 
-    /// Enqueues a write to registered memory, as a peer or a network card makes it. When it runs, and other memory is at
-    /// the addresses than was registered, that is a [`HazardKind::StaleRegistration`](super::super::HazardKind::StaleRegistration) and nothing is written.
-    /// Counts as a [`fill`](crate::Copies::fill). `InvalidHandle` if the registration has ended.
+    /// Enqueues a write to registered memory, as a peer or a network card makes it. When it runs, and other memory is
+    /// at the addresses than was registered, that is a [`StaleRegistration`] and nothing is written. Counts as a
+    /// [`fill`](crate::Copies::fill). `InvalidHandle` if the registration has ended.
+    ///
+    /// [`StaleRegistration`]: crate::sim::HazardKind::StaleRegistration
     pub fn write_registered(
         &self,
         registration: RegistrationId,

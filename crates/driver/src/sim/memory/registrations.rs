@@ -91,8 +91,8 @@ impl Memory {
         None
     }
 
-    /// Writes to registered memory, unless it has left its address. A registration that ended since it was queued has no
-    /// effect: whoever ended it did not wait, but has no memory to get wrong.
+    /// Writes to registered memory, unless it has left its address. A registration that ended since this was queued has
+    /// no effect: whoever ended it did not wait, but has no memory to get wrong.
     pub fn write_registered(
         &mut self,
         id: u64,

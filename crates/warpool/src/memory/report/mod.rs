@@ -6,7 +6,8 @@
 //! # use warpool::prelude::*;
 //! use warpool::memory::report::{
 //!     Action, Annotation, Frame, HistoryEntry, HistoryOptions, ObserverId, OomObserver, PageStats, PageTotals,
-//!     PinnedCapReport, PressureCallback, RangeChange, RangeEvent, RangeObserver, Snapshot, SnapshotOptions, Stack, StackHook, StackLevel, TraceEntry, Tracker,
+//!     PinnedCapReport, PressureCallback, RangeChange, RangeEvent, RangeObserver, Snapshot, SnapshotOptions, Stack,
+//!     StackHook, StackLevel, TraceEntry, Tracker,
 //!     TrimHook, Usage, UsagePart, pop_compile_context, push_compile_context, set_user_metadata,
 //! };
 //! use warpool::memory::PagedAllocator;

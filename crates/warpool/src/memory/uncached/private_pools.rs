@@ -30,8 +30,8 @@ impl<S: Source> PoolOwner for UncachedAllocator<S> {
         Ok(self.state(device)?.pools.with(step))
     }
 
-    /// [`Error::Unsupported`] with an upstream, and for a stable pool: all pools use the allocator's source. The other options have no effect,
-    /// since nothing is cached.
+    /// [`Error::Unsupported`] with an upstream, and for a stable pool: all pools use the allocator's source. The other
+    /// options have no effect, since nothing is cached.
     fn add_pool(&self, device: DeviceId, id: MemPoolId, options: PoolOptions) -> Result<()> {
         if options.stable {
             return Err(Error::Unsupported { allocator: S::NAME, what: "stable pools; use backend:native or paged" });
