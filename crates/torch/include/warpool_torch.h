@@ -616,6 +616,12 @@ int warpool_pool_use_on_oom(int device, struct warpool_pool_id pool, int on);
 // Each block of the pool is a whole segment. To be called before the pool is first used.
 int warpool_pool_no_split(int device, struct warpool_pool_id pool);
 
+// The memory of the pool can be registered with network cards and communication libraries, as long as the pool has
+// uses: each segment is one physical allocation, mapped once and never moved, and does not sleep even if the pool is
+// used in a tag's scope. Size and address are multiples of 2 MiB and of the device's granularity for multicast. To be
+// called before the pool is first used, for a pool without an allocator of its own.
+int warpool_pool_stable(int device, struct warpool_pool_id pool);
+
 // Writes to `equal` whether exactly these `count` addresses are allocated in the pool.
 //
 // # Safety
