@@ -5,11 +5,11 @@ import ctypes
 import os
 import types
 import unittest
-from typing import Any, Tuple
+from typing import Any, List, Tuple
 
 from fake_torch import fake_torch
 from isolated import isolated
-from memory import stats
+from memory import free, malloc, stats
 
 import warpool
 from warpool import _native, _sleep, _stable
@@ -17,6 +17,19 @@ from warpool import _native, _sleep, _stable
 MIB = 1 << 20
 _FILTER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _accept = _FILTER(lambda _user, _stream: 1)
+
+
+class _RangeChange(ctypes.Structure):
+    _fields_ = [
+        ("event", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("ptr", ctypes.c_void_p),
+        ("bytes", ctypes.c_size_t),
+        ("generation", ctypes.c_uint64),
+    ]
+
+
+_OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_RangeChange))
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -71,6 +84,26 @@ class StablePools(unittest.TestCase):
         self.assertEqual(_sleep.sleep(keep="discard").bytes_device, 50 * MIB)
         self.assertEqual(stats()["reserved_bytes.all.current"], 30 * MIB)
         _sleep.wake()
+
+    @isolated
+    def test_observers_are_told_of_ranges(self) -> None:
+        self.start("backend:native")
+        told: List[Tuple[int, int, int]] = []
+
+        def observe(_user: Any, change: Any) -> None:
+            found = change.contents
+            told.append((found.event, found.ptr, found.bytes // MIB))
+            self.assertEqual((found.device, found.generation), (0, len(told)))
+
+        observer = _OBSERVER(observe)
+        call("warpool_attach_range_observer", observer, None, None)
+        pool = created(1)
+        _stable.make_stable(0, pool)
+        block, other = allocate(pool, 30 * MIB), malloc(50 * MIB)
+        free(other)
+        call("warpool_empty_cache")
+        mapped, unmapping = 0, 1
+        self.assertEqual(told, [(mapped, block, 30), (mapped, other, 50), (unmapping, other, 50)])
 
     @isolated
     def test_it_is_chosen_before_the_first_use(self) -> None:
