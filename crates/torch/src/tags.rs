@@ -93,8 +93,8 @@ impl ProcessTags {
         newest.map(|open| open.tag.clone())
     }
 
-    /// Makes a pool for PyTorch. If the calling thread is in the scope of a tag, and the pool is not stable and has no
-    /// upstream of its own, its memory carries the tag, as does the memory of graphs captured in such a scope.
+    /// Makes a pool for PyTorch. If the calling thread is in the scope of a tag and the pool has no upstream of its
+    /// own, its memory carries the tag, as does the memory of graphs captured in such a scope.
     pub(crate) fn make_pool(
         &self,
         pools: &dyn PrivatePools,
@@ -102,11 +102,9 @@ impl ProcessTags {
         options: PoolOptions,
     ) -> Result<MemPoolId> {
         match (self.tags.get(), self.current(device.id())) {
-            (Some(tags), Some(tag)) if options.upstream.is_none() && !options.stable => {
-                Ok(tags.make_pool(device, &tag, |upstream| {
-                    pools.create_pool(device.id(), PoolOptions { upstream: Some(upstream), ..options })
-                })?)
-            }
+            (Some(tags), Some(tag)) if options.upstream.is_none() => Ok(tags.make_pool(device, &tag, |upstream| {
+                pools.create_pool(device.id(), PoolOptions { upstream: Some(upstream), ..options })
+            })?),
             _ => Ok(pools.create_pool(device.id(), options)?),
         }
     }

@@ -187,7 +187,7 @@ impl Routing {
         self.lock().set_no_split(device, id)
     }
 
-    /// Makes a pool stable. It is created now, so that a backend without such pools says so.
+    /// Makes a pool stable. It is created now: a backend without such pools says so, and it carries no tag.
     pub(crate) fn set_stable(&self, allocator: &dyn DeviceAllocator, device: DeviceId, id: TorchPoolId) -> Result<()> {
         let choose = "backend:native or backend:paged";
         let pools = optional(allocator, choose, allocator.pools())?;
