@@ -18,6 +18,7 @@ from ._memory_saver import memory_saver
 from ._native import Error
 from ._recorder import record_now
 from ._sleep import SleepReport, TagInfo, prepare_sleep, sleep, tag, tags, wake
+from ._stable import stable_pool
 
 __all__ = [
     "Elastic",
@@ -37,6 +38,7 @@ __all__ = [
     "set_settings",
     "settings",
     "sleep",
+    "stable_pool",
     "tag",
     "tags",
     "wake",

@@ -91,6 +91,7 @@ fn object(kind: &str, device: DeviceId, properties: &DeviceProperties) -> Value 
         share_posix_fd,
         share_fabric,
         rdma,
+        multicast_granularity,
         peers,
     } = properties;
     json!({
@@ -111,13 +112,15 @@ fn object(kind: &str, device: DeviceId, properties: &DeviceProperties) -> Value 
         "share_posix_fd": share_posix_fd,
         "share_fabric": share_fabric,
         "rdma": rdma,
+        "multicast_granularity": multicast_granularity,
         "peers": peers.iter().map(|peer| peer.0).collect::<Vec<_>>(),
     })
 }
 
-fn rows(properties: &DeviceProperties) -> [(&'static str, String); 14] {
+fn rows(properties: &DeviceProperties) -> [(&'static str, String); 15] {
     let yes = |supported: bool| if supported { "yes" } else { "no" }.to_owned();
     let (major, minor) = properties.compute_capability;
+    let multicast = properties.multicast_granularity;
     let peers: Vec<String> = properties.peers.iter().map(ToString::to_string).collect();
     [
         ("UUID", properties.uuid.to_string()),
@@ -133,6 +136,7 @@ fn rows(properties: &DeviceProperties) -> [(&'static str, String); 14] {
         ("sharing by file descriptor", yes(properties.share_posix_fd)),
         ("sharing over a fabric", yes(properties.share_fabric)),
         ("RDMA", yes(properties.rdma)),
+        ("multicast granularity", if multicast == 0 { "no multicast".to_owned() } else { size::format(multicast) }),
         ("peers", if peers.is_empty() { "none".to_owned() } else { peers.join(", ") }),
     ]
 }

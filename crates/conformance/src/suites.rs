@@ -26,6 +26,7 @@ pub const SUITES: &[Suite] = &[
     Suite::new("paged", Level::Resources, resources::paged::CHECKS),
     Suite::new("elastic", Level::Resources, resources::elastic::CHECKS),
     Suite::new("sleep", Level::Resources, resources::sleep::CHECKS),
+    Suite::new("stable", Level::Resources, resources::stable::CHECKS),
     Suite::new("contents", Level::Resources, resources::contents::CHECKS),
     Suite::new("external", Level::Resources, resources::external::CHECKS),
     Suite::new("generator", Level::Resources, resources::generator::CHECKS),

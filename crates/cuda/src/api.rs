@@ -218,6 +218,9 @@ api! {
     optional {
         // Since 12.8. Unlike the older one it queries nothing.
         event_elapsed_time_v2: cuEventElapsedTime as "cuEventElapsedTime_v2"(*mut f32, CUevent, CUevent);
+        // Since 12.1.
+        multicast_get_granularity:
+            cuMulticastGetGranularity(*mut usize, *const CUmulticastObjectProp, CUmulticastGranularity_flags);
         // Since 12.2, 12.3 and 12.3, for conditional nodes.
         graph_add_node: cuGraphAddNode(*mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *mut CUgraphNodeParams);
         graph_conditional_handle_create:
@@ -274,6 +277,7 @@ mod tests {
         // sizeof() of the C structures, the same from CUDA 12.0 to 13.0.
         assert_eq!(size_of::<CUmemAllocationProp>(), 32);
         assert_eq!(size_of::<CUmemAccessDesc>(), 12);
+        assert_eq!(size_of::<CUmulticastObjectProp>(), 32);
         assert_eq!(size_of::<CUmemPoolProps>(), 88);
         assert_eq!(size_of::<CUipcEventHandle>(), 64);
         assert_eq!(size_of::<CUipcMemHandle>(), 64);

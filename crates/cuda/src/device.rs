@@ -99,6 +99,7 @@ impl Devices for CudaDriver {
             share_posix_fd: virtual_memory && share_posix_fd,
             share_fabric: virtual_memory && can(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)?,
             rdma: virtual_memory && rdma,
+            multicast_granularity: self.multicast_granularity(site, gpu)?,
             peers: self.peers_of(site, device)?,
         })
     }

@@ -161,6 +161,26 @@ impl CudaDriver {
         Ok(bytes as u64)
     }
 
+    /// The granularity of memory that a multicast object over all devices binds; 0 if the device or the driver has no
+    /// multicast, also where it fails to say so: a machine may lack what multicast needs beside the device.
+    pub(crate) fn multicast_granularity(&self, site: CallSite<'_>, gpu: &Device) -> Result<u64> {
+        let Some(get_granularity) = self.api.multicast_get_granularity else { return Ok(0) };
+        if !self.has(site, gpu, Attribute::CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED)? {
+            return Ok(0);
+        }
+        let of_object = sys::CUmulticastObjectProp {
+            numDevices: self.devices.len() as u32,
+            size: self.granularity(site, gpu, Granularity::Minimum)? as usize,
+            handleTypes: u64::from(HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0),
+            flags: 0,
+        };
+        let which = sys::CUmulticastGranularity_flags::CU_MULTICAST_GRANULARITY_MINIMUM;
+        let mut bytes = 0;
+        // SAFETY: CUDA writes the number to `bytes`, and reads the properties during the call.
+        let got = site.check(unsafe { get_granularity(&raw mut bytes, &raw const of_object, which) });
+        Ok(if got.is_ok() { bytes as u64 } else { 0 })
+    }
+
     fn physical(&self, site: CallSite<'_>, physical: PhysicalId) -> Result<Shared<'_, Physical>> {
         self.physical.get(physical.0).ok_or_else(|| site.error(ErrorCode::InvalidHandle))
     }

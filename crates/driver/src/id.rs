@@ -53,6 +53,8 @@ ids! {
     FunctionId(u64) = "function ";
     /// A handle of a library: cuBLAS, cuDNN and the like.
     HandleId(u64) = "handle ";
+    /// Registered memory of the simulated GPU.
+    RegistrationId(u64) = "registration ";
 }
 
 /// A handle of the system below (a `CUstream`, a `CUcontext`, …), for libraries that need one. Only a number here: no

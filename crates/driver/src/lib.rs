@@ -26,7 +26,7 @@ pub use contract::*;
 pub use error::{DriverError, ErrorCode, Result};
 pub use id::{
     Address, CaptureId, ConditionalId, DeviceId, DevicePtr, EventId, ForeignStream, FunctionId, GraphExecId, GraphId,
-    HandleId, HostPtr, ModuleId, NodeId, PhysicalId, PoolId, RawHandle, StreamId,
+    HandleId, HostPtr, ModuleId, NodeId, PhysicalId, PoolId, RawHandle, RegistrationId, StreamId,
 };
 pub use pages::{ClaimedRange, HostPages, HostRange};
 #[doc(hidden)]

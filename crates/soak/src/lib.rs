@@ -38,6 +38,7 @@ mod options;
 mod placement;
 mod racing;
 mod recordings;
+mod registered;
 mod replays;
 mod resident;
 mod rng;

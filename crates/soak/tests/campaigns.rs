@@ -61,6 +61,12 @@ fn elastic_memory_has_the_contents_of_a_model() {
 }
 
 #[test]
+fn registrations_follow_memory_and_stable_memory_stays() {
+    let kinds = ["faults", "out of memory", "send", "stable send", "stable segment", "trim", "pool replaced"];
+    find_nothing(Campaign::Registered, 150, &kinds);
+}
+
+#[test]
 fn captured_work_leaves_what_it_would_leave_without_a_graph() {
     let kinds = ["captures", "failed captures", "replays", "reset", "product", "random numbers", "body"];
     find_nothing(Campaign::Replays, 200, &[&kinds[..], &["other thread", "ended by another thread"]].concat());

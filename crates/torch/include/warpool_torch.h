@@ -246,6 +246,25 @@ typedef struct warpool_oom {
 // Receives a request that ran out of memory, which is valid during the call only.
 typedef void (*warpool_oom_observer)(void *user, const struct warpool_oom *oom);
 
+// A change of the memory behind a range of addresses.
+typedef struct warpool_range_change {
+  // 0: memory is behind it from now on, and may be registered. 1: the memory is about to return to the driver, or to
+  // fall asleep: registrations have to end before the observer returns; if the call then fails, 0 follows. 2: pages
+  // have left it: registrations are of memory that belongs elsewhere.
+  int event;
+  // The device.
+  int device;
+  // The first address.
+  void *ptr;
+  // The size in bytes.
+  size_t bytes;
+  // The number of the change: what was registered before it and overlaps with it is stale.
+  uint64_t generation;
+} warpool_range_change;
+
+// Receives a change, which is valid during the call only.
+typedef void (*warpool_range_observer)(void *user, const struct warpool_range_change *change);
+
 // Frees memory that is kept for later only. Returns 1 if anything was freed, else 0.
 typedef int (*warpool_pressure_callback)(int device);
 
@@ -616,6 +635,12 @@ int warpool_pool_use_on_oom(int device, struct warpool_pool_id pool, int on);
 // Each block of the pool is a whole segment. To be called before the pool is first used.
 int warpool_pool_no_split(int device, struct warpool_pool_id pool);
 
+// The memory of the pool can be registered with network cards and communication libraries, as long as the pool has
+// uses: each segment is one physical allocation, mapped once and never moved, and does not sleep even if the pool is
+// used in a tag's scope. Size and address are multiples of 2 MiB and of the device's granularity for multicast. To be
+// called before the pool is first used, for a pool without an allocator of its own.
+int warpool_pool_stable(int device, struct warpool_pool_id pool);
+
 // Writes to `equal` whether exactly these `count` addresses are allocated in the pool.
 //
 // # Safety
@@ -739,6 +764,14 @@ int warpool_attach_tracker(warpool_entry_observer track, void *user, warpool_del
 // # Safety
 // Any thread may call `observe` with `user` at any time, also several at once.
 int warpool_attach_oom_observer(warpool_oom_observer observe, void *user, warpool_delete delete_user);
+
+// Calls `observe` with every change of the memory behind addresses from here on, on the thread that causes it and
+// without locks held: before memory returns to the driver or falls asleep, and after pages have moved, before the call
+// that moved them returns. Memory of a stable pool changes when it comes and when it goes.
+//
+// # Safety
+// Any thread may call `observe` with `user` at any time, also several at once.
+int warpool_attach_range_observer(warpool_range_observer observe, void *user, warpool_delete delete_user);
 
 // Calls `relieve` when no cached block fits a request, before the driver is asked, without locks held.
 //

@@ -190,9 +190,18 @@ pub enum Error {
         pool: TorchPoolId,
     },
 
-    /// A pool was to be without splits after it was used.
-    #[error("pool {pool} is in use already; no_split is chosen when a pool is created")]
-    NoSplitTooLate {
+    /// An option of a pool was to be set after it was used.
+    #[error("pool {pool} is in use already; {option} is chosen when a pool is created")]
+    OptionTooLate {
+        /// PyTorch's id of the pool.
+        pool: TorchPoolId,
+        /// The option.
+        option: &'static str,
+    },
+
+    /// A pool with an allocator of its own was to be stable.
+    #[error("pool {pool} has an allocator of its own, whose memory cannot be made stable")]
+    StableWithAllocator {
         /// PyTorch's id of the pool.
         pool: TorchPoolId,
     },
@@ -217,9 +226,9 @@ pub enum Error {
 
     /// Memory that another process cannot open.
     #[error(
-        "this memory cannot be shared with other processes: it has a tag, is of a pool with an allocator of its own, \
-         of the driver's pools, or mapped on a device that cannot share such memory. Share memory without a tag, \
-         choose backend:native without expandable_segments, or send a copy in host memory"
+        "this memory cannot be shared with other processes: it has a tag, is of a stable pool or of one with an \
+         allocator of its own, of the driver's pools, or mapped on a device that cannot share such memory. Share \
+         memory without a tag, choose backend:native without expandable_segments, or send a copy in host memory"
     )]
     NotShareable,
 

@@ -391,8 +391,7 @@ impl Runtime {
     /// Lets kernels on `device` access the memory on `owner`.
     pub fn enable_peer_access(&self, device: i32, owner: i32) -> Result<()> {
         let (device, owner) = (self.device_id(device)?, self.device_id(owner)?);
-        self.allocator().enable_peer_access(device, owner)?;
-        self.tags.enable_peer_access(device, owner)
+        Ok(self.allocator().enable_peer_access(device, owner)?)
     }
 
     /// Opens a pool of PyTorch's for requests that the filter accepts. A new pool's memory carries the tag that the

@@ -161,13 +161,6 @@ impl ProcessTags {
         self.tags.get().map(Tags::info).unwrap_or_default()
     }
 
-    pub(crate) fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
-        match self.tags.get() {
-            Some(tags) => Ok(tags.enable_peer_access(device, owner)?),
-            None => Ok(()),
-        }
-    }
-
     /// Adds the times at which tags fell asleep and woke.
     pub(crate) fn add_to(&self, snapshot: &mut Snapshot) {
         if let Some(tags) = self.tags.get() {

@@ -88,6 +88,7 @@ defects! {
     58 ImpossibleWindow: "pages: a window is chosen in which work may still use another page";
     59 ElasticIgnoresStreams: "elastic memory that changes in another stream than its own is ordered with neither";
     60 FailedCommitKeepsSlots: "a commit of elastic memory that fails keeps the slots that it got";
+    61 UnmapsUnannounced: "range observers are not told before memory is unmapped";
 }
 
 #[cfg(test)]

@@ -168,6 +168,11 @@ struct ReadmeExamples;
 #[doc = include_str!("../../../docs/rust.md")]
 struct RustExamples;
 
+/// The same for `docs/registered.md`.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/registered.md")]
+struct RegisteredExamples;
+
 /// The same for `docs/sharing.md`.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/sharing.md")]

@@ -55,8 +55,11 @@ fn programs_of_every_campaign_find_nothing() {
     let rows = rows("soak --programs 4 --seed 3 --json", 0);
     let (summary, campaigns) = rows.split_last().unwrap();
     let named: Vec<&str> = campaigns.iter().map(|row| row["campaign"].as_str().unwrap()).collect();
-    let of_memory = ["device", "placement", "pages", "elastic", "captures", "replays", "streams", "typed", "sleep"];
-    assert_eq!(named, [&of_memory[..], &["host", "threads", "lifetime", "recordings"]].concat());
+    let of_memory = ["device", "placement", "pages", "elastic", "registered", "captures", "replays"];
+    assert_eq!(
+        named,
+        [&of_memory[..], &["streams", "typed", "sleep", "host", "threads", "lifetime", "recordings"]].concat()
+    );
     for row in campaigns {
         assert_eq!(keys(row)[..5], ["kind", "campaign", "seed", "deterministic", "seconds"]);
         assert_eq!(keys(row)[5..], COUNTS);

@@ -16,4 +16,5 @@ mod helpers;
 pub(crate) mod paged;
 pub(crate) mod pinned;
 pub(crate) mod sleep;
+pub(crate) mod stable;
 pub(crate) mod streams;

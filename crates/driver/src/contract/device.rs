@@ -52,6 +52,8 @@ pub struct DeviceProperties {
     pub share_fabric: bool,
     /// Whether physical memory can be accessed by other hardware (GPUDirect RDMA).
     pub rdma: bool,
+    /// The sizes and addresses of memory that a multicast object binds are multiples of this. 0 without multicast.
+    pub multicast_granularity: u64,
     /// The devices whose memory this one can access directly.
     pub peers: Vec<DeviceId>,
 }

@@ -83,6 +83,7 @@ impl SimDevice {
                 share_posix_fd: true,
                 share_fabric: false,
                 rdma: true,
+                multicast_granularity: 2 * MIB,
                 peers: Vec::new(),
             },
             // Measured: the total minus what was free with a context and no allocations.

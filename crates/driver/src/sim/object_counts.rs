@@ -14,6 +14,8 @@ pub struct ObjectCounts {
     pub reservations: usize,
     /// Mappings of physical memory into them.
     pub mappings: usize,
+    /// Registered ranges ([`SimDriver::register_memory`](super::SimDriver::register_memory)).
+    pub registrations: usize,
     /// Allocations, plain ones and those of pools.
     pub allocations: usize,
     /// Pools, without default pools.

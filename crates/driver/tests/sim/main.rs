@@ -9,6 +9,7 @@ mod kernel_arguments;
 mod libraries;
 mod paused_streams;
 mod placement;
+mod registrations;
 mod regressions;
 mod remaps;
 #[path = "../common/scale.rs"]

@@ -76,7 +76,7 @@ impl Run<'_> {
         let upstream = with_upstream.then(|| Arc::new(SimMemory::new(&self.machine)) as _);
         // Pools of whole segments have no pages.
         let (use_on_oom, no_split) = (rng.one_in(2), rng.one_in(3) && self.capacity_of_pages == 0);
-        let options = PoolOptions { upstream, use_on_oom, no_split };
+        let options = PoolOptions { upstream, use_on_oom, no_split, ..PoolOptions::default() };
         let pool = MemPool::new(&self.subject.allocator, &self.machine.device(device), options).unwrap();
         self.context.step(format!("pool {} of device {device}, with an upstream: {with_upstream}", pool.id()));
         self.context.made("pool");

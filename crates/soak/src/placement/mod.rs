@@ -216,7 +216,7 @@ impl<'a> Run<'a> {
     fn change_pools(&mut self) {
         if self.pools.is_empty() || self.context.rng.one_in(2) {
             let (use_on_oom, no_split) = (self.context.rng.one_in(3), self.context.rng.one_in(4));
-            let options = PoolOptions { upstream: None, use_on_oom, no_split };
+            let options = PoolOptions { use_on_oom, no_split, ..PoolOptions::default() };
             let pool = match self.context.rng.below(2) {
                 0 => self.allocator.create_graph_pool(DEVICE).unwrap(),
                 _ => self.allocator.create_pool(DEVICE, options).unwrap(),

@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use warpool::memory::OomCause;
 use warpool::memory::report::{
-    Action, Annotation, HistoryEntry, pop_compile_context, push_compile_context, user_metadata,
+    Action, Annotation, HistoryEntry, RangeEvent, pop_compile_context, push_compile_context, user_metadata,
 };
 
 use super::pools::Delete;
@@ -145,6 +145,60 @@ pub unsafe extern "C" fn warpool_attach_oom_observer(
             };
             // SAFETY: callable by this function's contract; the entry lives during the call.
             unsafe { observe(user.whole().user, &raw const oom) };
+        }));
+        Ok(())
+    })
+}
+
+/// A change of the memory behind a range of addresses.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct RangeChange {
+    /// 0: memory is behind it from now on, and may be registered. 1: the memory is about to return to the driver, or to
+    /// fall asleep: registrations have to end before the observer returns; if the call then fails, 0 follows. 2: pages
+    /// have left it: registrations are of memory that belongs elsewhere.
+    pub event: c_int,
+    /// The device.
+    pub device: c_int,
+    /// The first address.
+    pub ptr: *mut c_void,
+    /// The size in bytes.
+    pub bytes: usize,
+    /// The number of the change: what was registered before it and overlaps with it is stale.
+    pub generation: u64,
+}
+
+/// Receives a change, which is valid during the call only.
+pub type RangeCallback = unsafe extern "C" fn(user: *mut c_void, change: *const RangeChange);
+
+/// Calls `observe` with every change of the memory behind addresses from here on, on the thread that causes it and
+/// without locks held: before memory returns to the driver or falls asleep, and after pages have moved, before the call
+/// that moved them returns. Memory of a stable pool changes when it comes and when it goes.
+///
+/// # Safety
+/// Any thread may call `observe` with `user` at any time, also several at once.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warpool_attach_range_observer(
+    observe: RangeCallback,
+    user: *mut c_void,
+    delete_user: Delete,
+) -> c_int {
+    let user = User { user, delete: delete_user };
+    boundary::status(|| {
+        runtime::get()?.allocator().observers().attach_range_observer(Arc::new(move |change| {
+            let change = RangeChange {
+                event: match change.event {
+                    RangeEvent::Mapped => 0,
+                    RangeEvent::Unmapping => 1,
+                    RangeEvent::Left => 2,
+                },
+                device: change.device.0 as c_int,
+                ptr: change.ptr.0 as *mut c_void,
+                bytes: change.bytes as usize,
+                generation: change.generation,
+            };
+            // SAFETY: callable by this function's contract; the change lives during the call.
+            unsafe { observe(user.whole().user, &raw const change) };
         }));
         Ok(())
     })

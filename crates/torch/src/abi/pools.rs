@@ -144,6 +144,18 @@ pub extern "C" fn warpool_pool_no_split(device: c_int, pool: TorchPoolId) -> c_i
     })
 }
 
+/// The memory of the pool can be registered with network cards and communication libraries, as long as the pool has
+/// uses: each segment is one physical allocation, mapped once and never moved, and does not sleep even if the pool is
+/// used in a tag's scope. Size and address are multiples of 2 MiB and of the device's granularity for multicast. To be
+/// called before the pool is first used, for a pool without an allocator of its own.
+#[unsafe(no_mangle)]
+pub extern "C" fn warpool_pool_stable(device: c_int, pool: TorchPoolId) -> c_int {
+    boundary::status(|| {
+        let runtime = runtime::get()?;
+        runtime.routing.set_stable(runtime.allocator(), runtime.device_id(device)?, pool)
+    })
+}
+
 /// Writes to `equal` whether exactly these `count` addresses are allocated in the pool.
 ///
 /// # Safety

@@ -16,6 +16,7 @@ use warpool::memory::{DeviceAllocator, MemPoolId};
 use warpool_driver::{DeviceId, DevicePtr, Driver};
 
 use super::{Filter, relaxed};
+use crate::allocator::optional;
 use crate::error::{Error, Result};
 use crate::torch_pool::TorchPoolId;
 use torch_pools::TorchPools;
@@ -184,6 +185,16 @@ impl Routing {
     /// Each block of the pool is a whole segment.
     pub(crate) fn set_no_split(&self, device: DeviceId, id: TorchPoolId) -> Result<()> {
         self.lock().set_no_split(device, id)
+    }
+
+    /// Makes a pool stable. It is created now: a backend without such pools says so, and it carries no tag.
+    pub(crate) fn set_stable(&self, allocator: &dyn DeviceAllocator, device: DeviceId, id: TorchPoolId) -> Result<()> {
+        let choose = "backend:native or backend:paged";
+        let pools = optional(allocator, choose, allocator.pools())?;
+        let mut table = self.lock();
+        table.set_stable(device, id)?;
+        let create = |options| optional(allocator, choose, pools.create_pool(device, options));
+        table.get_or_create(pools, device, id, create).map(drop)
     }
 
     /// Whether exactly these addresses are allocated in the pool.

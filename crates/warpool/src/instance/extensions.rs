@@ -31,6 +31,7 @@ pub(crate) enum ExtensionSlot {
     DefaultGenerator,
     Kernels,
     Handles,
+    Segments,
     Addresses,
 }
 

@@ -1,19 +1,25 @@
 //! [`PrivatePools`] and [`PoolSleep`], implemented once for every allocator whose pools are a [`PoolTable`] per device.
 
+use std::sync::Arc;
+
 use warpool_driver::{DeviceId, DevicePtr, StreamId};
 
 use super::core::{AllocatorCore, DeviceCore};
+use super::mapped_segments::MappedSegments;
 use super::pool_table::PoolTable;
-use super::{Asleep, MemPoolId, PoolOptions, PoolSleep, PoolUser, PrivatePools, Route, ScopeId};
-use crate::Result;
+use super::{Asleep, MemPoolId, PoolOptions, PoolSleep, PoolUser, PrivatePools, Route, ScopeId, Upstream};
 use crate::unwind::OnUnwind;
+use crate::{Device, Error, Result, lock};
 
 /// What such an allocator adds.
 pub(crate) trait PoolOwner: Send + Sync {
+    /// The allocator's name.
+    const NAME: &'static str;
+
     /// What it has of a pool's memory.
     type Memory;
 
-    fn shared(&self) -> &AllocatorCore;
+    fn shared(&self) -> &Arc<AllocatorCore>;
 
     fn device_core(&self, device: DeviceId) -> Result<&DeviceCore>;
 
@@ -49,6 +55,12 @@ pub(crate) trait PoolOwner: Send + Sync {
         Ok(())
     }
 
+    /// Gives the pools of `owner` with an upstream a peer.
+    fn share_pools(&self, owner: DeviceId, peer: DeviceId) -> Result<()> {
+        let upstreams = self.with_pools(owner, |pools| pools.upstreams())?;
+        upstreams.iter().try_for_each(|upstream| upstream.enable_peer_access(peer))
+    }
+
     /// The allocator, if its pools can sleep.
     fn sleeper(&self) -> Option<&dyn PoolSleep> {
         None
@@ -57,8 +69,21 @@ pub(crate) trait PoolOwner: Send + Sync {
 
 impl<A: PoolOwner> PrivatePools for A {
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
-        let id = self.shared().pool_ids.next_user();
-        self.add_pool(device, id, options).map(|()| id)
+        let (id, core) = (self.shared().pool_ids.next_user(), self.device_core(device)?);
+        let options = if options.stable && options.upstream.is_none() {
+            PoolOptions { upstream: Some(stable_segments(self, device)?), ..options }
+        } else {
+            options
+        };
+        let upstream = options.upstream.clone();
+        self.add_pool(device, id, options)?;
+        // The peers so far: those to come find the pool in the table.
+        let peers = lock(&core.peers).clone();
+        let shared = upstream.map_or(Ok(()), |of| peers.iter().try_for_each(|&peer| of.enable_peer_access(peer)));
+        if shared.is_err() {
+            self.end_use(device, id, PoolUser::RAW)?;
+        }
+        shared.map(|()| id)
     }
 
     fn create_graph_pool(&self, device: DeviceId) -> Result<MemPoolId> {
@@ -135,6 +160,17 @@ impl<A: PoolOwner> PrivatePools for A {
         expected.sort_unstable();
         Ok(allocated == expected)
     }
+}
+
+/// The source of the segments of a stable pool.
+fn stable_segments<A: PoolOwner>(owner: &A, device: DeviceId) -> Result<Arc<dyn Upstream>> {
+    let core = owner.shared();
+    let device = Device::from_id(&core.instance, device);
+    if !device.properties().virtual_memory {
+        let what = "stable pools: the device has no virtual memory management";
+        return Err(Error::Unsupported { allocator: A::NAME, what });
+    }
+    Ok(Arc::new(MappedSegments::stable(core, &device)))
 }
 
 /// What an allocator adds whose pools can sleep.

@@ -117,6 +117,11 @@ impl<T> PoolTable<T> {
         Ok(self.get(id)?.options.upstream.clone())
     }
 
+    /// The upstreams of all pools that have one.
+    pub(crate) fn upstreams(&self) -> Vec<Arc<dyn Upstream>> {
+        self.by_id.values().filter_map(|pool| pool.options.upstream.clone()).collect()
+    }
+
     pub(crate) fn retain(&mut self, id: MemPoolId, user: PoolUser) -> Result<()> {
         self.in_use(id)?.uses.add(user);
         Ok(())

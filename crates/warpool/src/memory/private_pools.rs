@@ -16,6 +16,14 @@ use crate::{Error, Result};
 pub struct PoolOptions {
     /// Where its segments come from; `None` is the driver. [`Error::Unsupported`] with an allocator without a cache.
     pub upstream: Option<Arc<dyn Upstream>>,
+    /// Whether the memory of its segments can be registered with hardware and libraries for as long as the pool has
+    /// uses: each segment is one physical allocation, mapped once, never moved and never asleep. Its size and address
+    /// are multiples of 2 MiB and of [`multicast_granularity`], and it can be shared and accessed by other hardware,
+    /// where the device can. With an upstream the segments are the upstream's, and this has no effect.
+    /// [`Error::Unsupported`] with an allocator without a cache, and on a device without virtual memory management.
+    ///
+    /// [`multicast_granularity`]: warpool_driver::DeviceProperties::multicast_granularity
+    pub stable: bool,
     /// Whether its free blocks serve the default pool when it cannot get a new segment. Not after a capture has
     /// allocated from it: the graph continues to use that memory.
     pub use_on_oom: bool,
@@ -27,9 +35,18 @@ impl fmt::Debug for PoolOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PoolOptions")
             .field("upstream", &self.upstream.is_some())
+            .field("stable", &self.stable)
             .field("use_on_oom", &self.use_on_oom)
             .field("no_split", &self.no_split)
             .finish()
+    }
+}
+
+impl PoolOptions {
+    /// Those of a [stable](Self::stable) pool.
+    #[must_use]
+    pub fn stable() -> Self {
+        Self { stable: true, ..Self::default() }
     }
 }
 
@@ -46,6 +63,18 @@ pub trait Upstream: Send + Sync {
     /// Frees memory that [`allocate`](Self::allocate) returned. Work of its stream that uses it may still run. After an
     /// error the pool keeps the memory, and retries the free later.
     fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: StreamId) -> Result<()>;
+
+    /// The sizes that it is asked for are multiples of this.
+    fn granularity(&self) -> u64 {
+        1
+    }
+
+    /// Lets kernels on `peer` access its memory, present and future, as those of the allocator's. By default nothing:
+    /// the memory is the user's. May be called more than once.
+    fn enable_peer_access(&self, peer: DeviceId) -> Result<()> {
+        let _ = peer;
+        Ok(())
+    }
 }
 
 /// Which requests go to a pool.

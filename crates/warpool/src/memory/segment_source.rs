@@ -30,6 +30,16 @@ impl SegmentSource {
         matches!(self, Self::Upstream(_))
     }
 
+    /// The size of a segment of at least `bytes`.
+    pub(crate) fn rounded(&self, bytes: u64) -> u64 {
+        match self {
+            Self::Driver => bytes,
+            Self::Upstream(upstream) => {
+                bytes.checked_next_multiple_of(upstream.granularity().max(1)).unwrap_or(u64::MAX)
+            }
+        }
+    }
+
     /// Allocates `bytes` for `stream`. An upstream is called without any lock.
     pub(crate) fn allocate(&self, device: &DeviceCore, bytes: u64, stream: StreamId) -> Result<OrOom<DevicePtr>> {
         match self {

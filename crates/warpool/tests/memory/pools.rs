@@ -149,7 +149,7 @@ fn blocks_and_pools_can_be_dropped_in_any_order() {
 fn a_use_on_oom_pool_serves_the_default_pool_until_it_is_released() {
     let context = TestContext::with_capacity(GIB, "");
     let source = Source::new(&context, 400 * MIB);
-    let options = PoolOptions { upstream: Some(source.clone()), use_on_oom: true, no_split: false };
+    let options = PoolOptions { upstream: Some(source.clone()), use_on_oom: true, ..PoolOptions::default() };
     let pool = pool_with(&context, options);
     let scope = pool.enter().unwrap();
     let spare = block(&context, 200 * MIB);

@@ -189,7 +189,8 @@ fn pages_are_never_taken_from_segments_nor_mapped_into_them() {
 fn an_upstream_that_is_full_is_the_cause() {
     let machine = Machine::new();
     let (source, stream) = (Source::new(&machine, 100 * MIB), machine.stream());
-    let pool = machine.pool_of(PoolOptions { upstream: Some(source.clone()), use_on_oom: true, no_split: false });
+    let pool =
+        machine.pool_of(PoolOptions { upstream: Some(source.clone()), use_on_oom: true, ..PoolOptions::default() });
     let spare = machine.block_in(&pool, 60 * MIB, &stream);
     let refused = machine.allocator.allocate_in(&pool, 60 * MIB, &stream);
     assert!(matches!(&refused, Err(Error::OutOfMemory(report)) if report.cause == OomCause::External), "{refused:?}");
@@ -330,6 +331,7 @@ fn random_programs_over_pools_with_segments() {
                     upstream: (rng.below(2) == 0).then(|| source.clone() as Arc<dyn Upstream>),
                     use_on_oom: rng.below(2) == 0,
                     no_split: rng.below(2) == 0,
+                    ..PoolOptions::default()
                 })),
                 1 if !pools.is_empty() => drop(pools.swap_remove(rng.below(pools.len()))),
                 2 => {
@@ -377,7 +379,7 @@ fn peaks_have_what_another_pool_served_before_running_out() {
     let machine = Machine::new();
     let stream = machine.stream();
     let source = Source::new(&machine, 64 * MIB);
-    let pool = machine.pool_of(PoolOptions { upstream: Some(source), use_on_oom: true, no_split: false });
+    let pool = machine.pool_of(PoolOptions { upstream: Some(source), use_on_oom: true, ..PoolOptions::default() });
     drop(machine.block_in(&pool, 20 * MIB, &stream));
     let first = machine.block(16 * MIB, &stream);
     machine.paged.set_memory_cap(DEVICE, Some(machine.bytes_reserved())).unwrap();

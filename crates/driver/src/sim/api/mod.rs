@@ -14,6 +14,7 @@ mod pause;
 mod placement;
 mod pool;
 mod range_check;
+mod registration;
 mod stream;
 mod suballocation;
 mod virtual_memory;

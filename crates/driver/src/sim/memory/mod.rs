@@ -16,6 +16,7 @@ mod pinned;
 mod placement;
 mod pools;
 mod quarantine;
+mod registrations;
 mod remaps;
 mod reservation;
 mod shadow;
@@ -43,6 +44,7 @@ use capacity::Capacity;
 use physical::PhysicalMemory;
 use placement::Placements;
 use pools::Pools;
+use registrations::Registrations;
 use remaps::Remaps;
 
 /// All memory of the simulated devices, and the host memory pinned for them.
@@ -56,6 +58,7 @@ pub struct Memory {
     physical: PhysicalMemory,
     placements: Placements,
     remaps: Remaps,
+    registrations: Registrations,
     /// For each device, the peers whose allocations its kernels may access.
     peers: Vec<Vec<DeviceId>>,
     check_uninitialized: bool,
@@ -75,6 +78,7 @@ impl Memory {
             physical: PhysicalMemory::default(),
             placements: Placements::new(devices),
             remaps: Remaps::new(&config.latencies),
+            registrations: Registrations::default(),
             peers: vec![Vec::new(); devices],
             check_uninitialized: config.check_uninitialized,
             scratch: Vec::new(),
@@ -184,6 +188,7 @@ impl Memory {
     /// Adds the objects of this memory to `counts`.
     pub fn count(&self, counts: &mut ObjectCounts) {
         counts.physical = self.physical.len();
+        counts.registrations = self.registrations();
         counts.pools = self.pools.created();
         counts.bytes_used = self.capacity.total_used() - self.pools.bytes_idle();
         for (bytes, region) in self.space.regions() {

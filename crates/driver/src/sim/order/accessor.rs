@@ -11,6 +11,7 @@ use crate::StreamId;
 pub enum Operation {
     Kernel(&'static str),
     Fill,
+    WriteRegistered,
     Copy,
     PoolAlloc,
     PoolFree,
@@ -25,6 +26,7 @@ impl fmt::Display for Operation {
         match self {
             Self::Kernel(name) => write!(f, "kernel {name}"),
             Self::Fill => f.write_str("fill"),
+            Self::WriteRegistered => f.write_str("write_registered"),
             Self::Copy => f.write_str("copy"),
             Self::PoolAlloc => f.write_str("pool_alloc"),
             Self::PoolFree => f.write_str("pool_free"),

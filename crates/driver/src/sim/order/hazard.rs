@@ -32,6 +32,8 @@ pub enum HazardKind {
     UseAfterDestroy,
     /// A graph was launched that uses memory freed or unmapped since its capture.
     GraphUsesFreedMemory,
+    /// Registered memory was used after it had left its address.
+    StaleRegistration,
     /// The source and the target of a copy overlap.
     OverlappingCopy,
     /// The host implementation of a kernel returned an error.
@@ -57,6 +59,7 @@ impl HazardKind {
             Self::HostRace => "host access while the device used the memory",
             Self::UseAfterDestroy => "use after destroy",
             Self::GraphUsesFreedMemory => "graph uses freed memory",
+            Self::StaleRegistration => "use of a stale registration",
             Self::OverlappingCopy => "overlapping copy",
             Self::KernelFault => "kernel fault",
             Self::CaptureUnjoined => "capture unjoined",

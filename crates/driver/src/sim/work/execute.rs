@@ -33,6 +33,9 @@ pub fn execute(
             let mut into = into.lock().unwrap_or_else(PoisonError::into_inner);
             memory.read(*src, &mut into, by)
         }
+        &Work::WriteRegistered { registration, offset, bytes, value } => {
+            memory.write_registered(registration, offset, bytes, value, by)
+        }
         Work::Kernel(kernel) => return run_kernel(kernel, by, memory, flags),
         Work::PoolAlloc { ptr, bytes, pool } => {
             memory.run_pool_alloc(*ptr, *bytes, *pool, by);

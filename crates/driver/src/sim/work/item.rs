@@ -47,6 +47,13 @@ pub enum Work {
         dst: DevicePtr,
         data: Arc<[u8]>,
     },
+    /// A write to memory that was registered, by the number of the registration.
+    WriteRegistered {
+        registration: u64,
+        offset: u64,
+        bytes: u64,
+        value: u8,
+    },
     Download {
         src: DevicePtr,
         into: Arc<Mutex<Vec<u8>>>,
@@ -80,7 +87,7 @@ impl Work {
             Self::Marker | Self::Launch(_) => NodeKind::Empty,
             Self::Record(_) => NodeKind::EventRecord,
             Self::EventWait(_) => NodeKind::EventWait,
-            Self::Fill { .. } => NodeKind::Fill,
+            Self::Fill { .. } | Self::WriteRegistered { .. } => NodeKind::Fill,
             Self::Copy { .. } | Self::Copy2d { .. } | Self::Upload { .. } | Self::Download { .. } => NodeKind::Copy,
             Self::Kernel(_) => NodeKind::Kernel,
             Self::Callback(_) => NodeKind::HostCallback,
@@ -112,6 +119,7 @@ impl Work {
     pub fn operation(&self) -> Operation {
         match self {
             Self::Fill { .. } => Operation::Fill,
+            Self::WriteRegistered { .. } => Operation::WriteRegistered,
             Self::Upload { .. } => Operation::Upload,
             Self::Download { .. } => Operation::Download,
             Self::Kernel(kernel) => Operation::Kernel(kernel.host.name),

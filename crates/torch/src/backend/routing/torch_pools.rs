@@ -110,9 +110,21 @@ impl TorchPools {
     pub(super) fn set_no_split(&mut self, device: DeviceId, id: TorchPoolId) -> Result<()> {
         let entry = self.entry(device, id)?;
         if entry.pool.is_some() {
-            return Err(Error::NoSplitTooLate { pool: id });
+            return Err(Error::OptionTooLate { pool: id, option: "no_split" });
         }
         entry.options.no_split = true;
+        Ok(())
+    }
+
+    pub(super) fn set_stable(&mut self, device: DeviceId, id: TorchPoolId) -> Result<()> {
+        let entry = self.entry(device, id)?;
+        if entry.pool.is_some() {
+            return Err(Error::OptionTooLate { pool: id, option: "stable" });
+        }
+        if entry.options.upstream.is_some() {
+            return Err(Error::StableWithAllocator { pool: id });
+        }
+        entry.options.stable = true;
         Ok(())
     }
 

@@ -40,6 +40,7 @@ use self::heap::BlockKey;
 use self::stream_classes::StreamClasses;
 use super::Settings;
 use super::core::AllocatorCore;
+use super::report::Ranges;
 use crate::{Error, Instance, Result};
 
 /// PyTorch's caching allocator, over any driver. See the [module](crate::memory) for how it is used.
@@ -57,6 +58,7 @@ impl CachingAllocator {
     #[must_use]
     pub fn new(instance: &Instance, settings: Settings) -> Self {
         let (shared, stream_classes) = (AllocatorCore::new(instance, settings), Arc::default());
+        shared.observers.show_ranges(Ranges::Segments);
         let devices = instance.devices().map(|device| CachingDevice::new(&shared, &device, &stream_classes)).collect();
         Self { shared, devices, caching: AtomicBool::new(true), bypass: Bypass::default(), stream_classes }
     }

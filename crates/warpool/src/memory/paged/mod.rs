@@ -83,6 +83,8 @@ use warpool_driver::{Access, DeviceAccess, DeviceId, DevicePtr, Driver, ErrorCod
 use self::device::PagedDevice;
 use self::page_sizes::PageSizes;
 use super::core::AllocatorCore;
+use super::pool_owner::PoolOwner;
+use super::report::Ranges;
 use super::{Backend, PageStats, Settings, StackLevel, lint};
 // Under these names, so that the models of `heaps` and `address_space` can give them others.
 use crate::sync::{primitives as sync, spin_lock};
@@ -110,6 +112,7 @@ impl PagedAllocator {
             return Err(Error::Unsupported { allocator: "paged", what: "a granularity that is no power of two" });
         }
         let shared = AllocatorCore::new(instance, naming_backend(settings));
+        shared.observers.show_ranges(Ranges::Pages);
         let devices = instance.devices().map(|device| PagedDevice::new(&shared, &device)).collect();
         Ok(Self { shared, devices })
     }
@@ -152,8 +155,6 @@ impl PagedAllocator {
     fn let_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
         self.device(device)?;
         let owner_device = self.device(owner)?;
-        // Under this lock nothing is mapped meanwhile.
-        let table = lock(&owner_device.pages);
         if device == owner || lock(&owner_device.peers).contains(&device) {
             return Ok(());
         }
@@ -161,12 +162,21 @@ impl PagedAllocator {
             Err(error) if error.code != ErrorCode::PeerAccessAlreadyEnabled => return Err(error.into()),
             _ => {}
         }
-        for (ptr, bytes) in table.mapped_runs() {
-            let access = [DeviceAccess { device, access: Access::ReadWrite }];
-            self.driver().vm_set_access(DevicePtr(ptr), bytes, &access)?;
+        self.share_pools(owner, device)?;
+        {
+            // Under this lock nothing is mapped meanwhile.
+            let table = lock(&owner_device.pages);
+            if lock(&owner_device.peers).contains(&device) {
+                return Ok(());
+            }
+            for (ptr, bytes) in table.mapped_runs() {
+                let access = [DeviceAccess { device, access: Access::ReadWrite }];
+                self.driver().vm_set_access(DevicePtr(ptr), bytes, &access)?;
+            }
+            lock(&owner_device.peers).push(device);
         }
-        lock(&owner_device.peers).push(device);
-        Ok(())
+        // Pools that were created meanwhile.
+        self.share_pools(owner, device)
     }
 
     /// From how much reserved memory on new pages have two and four slots: so tests have pages of all sizes on small

@@ -1,5 +1,7 @@
 //! What the calls about pools need of this allocator.
 
+use std::sync::Arc;
+
 use warpool_driver::{DeviceId, DevicePtr};
 
 use super::PagedAllocator;
@@ -44,9 +46,11 @@ impl PagedDevice {
 }
 
 impl PoolOwner for PagedAllocator {
+    const NAME: &'static str = "paged";
+
     type Memory = PoolHeaps;
 
-    fn shared(&self) -> &AllocatorCore {
+    fn shared(&self) -> &Arc<AllocatorCore> {
         &self.shared
     }
 

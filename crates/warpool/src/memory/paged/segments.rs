@@ -13,7 +13,7 @@ use super::heap::{kind_of, rounded};
 use super::ids::HeapId;
 use super::pending::PendingFrees;
 use super::pools::Takeable;
-use crate::memory::report::EntryDetails;
+use crate::memory::report::{EntryDetails, RangeEvent};
 use crate::memory::segment_source::OrOom;
 use crate::memory::stream_fence;
 use crate::memory::{Action, Allocation, MemPoolId, Request, SegmentKind, SizeRules};
@@ -32,7 +32,7 @@ pub(super) fn allocate(
         return Err(Error::PoolReleased { pool });
     };
     let size = rounded(request.bytes);
-    let (kind, bytes) = (kind_of(size), SizeRules::new(&device.settings()).segment(size));
+    let (kind, bytes) = (kind_of(size), source.rounded(SizeRules::new(&device.settings()).segment(size)));
     {
         let mut table = lock(&device.pages);
         if let Err(cause) = device.admit(&table, bytes) {
@@ -135,7 +135,13 @@ pub(super) fn release_segment(
             return Ok(false);
         }
         device.will_hold(lock(&device.pages).bytes_awake().saturating_sub(bytes));
-        source.free(device, DevicePtr(base), bytes, stream).map(|()| true)
+        let tell = |event| device.observers().range_changes(device.id, event, DevicePtr(base), bytes);
+        tell(RangeEvent::Unmapping);
+        let freed = source.free(device, DevicePtr(base), bytes, stream);
+        if freed.is_err() {
+            tell(RangeEvent::Mapped);
+        }
+        freed.map(|()| true)
     });
     unwinds.disarm();
     if !matches!(outcome, Ok(true)) {

@@ -6,7 +6,8 @@
 //! # use warpool::prelude::*;
 //! use warpool::memory::report::{
 //!     Action, Annotation, Frame, HistoryEntry, HistoryOptions, ObserverId, OomObserver, PageStats, PageTotals,
-//!     PinnedCapReport, PressureCallback, Snapshot, SnapshotOptions, Stack, StackHook, StackLevel, TraceEntry, Tracker,
+//!     PinnedCapReport, PressureCallback, RangeChange, RangeEvent, RangeObserver, Snapshot, SnapshotOptions, Stack,
+//!     StackHook, StackLevel, TraceEntry, Tracker,
 //!     TrimHook, Usage, UsagePart, pop_compile_context, push_compile_context, set_user_metadata,
 //! };
 //! use warpool::memory::PagedAllocator;
@@ -37,6 +38,11 @@
 //! observers.attach_oom_observer(on_oom);
 //! observers.attach_pressure_callback(pressure);
 //! observers.attach_trim_hook(on_trim);
+//! let on_range: RangeObserver = Arc::new(|change: &RangeChange| match change.event {
+//!     RangeEvent::Mapped => println!("register {} bytes at {}", change.bytes, change.ptr),
+//!     RangeEvent::Unmapping | RangeEvent::Left => println!("end registrations from {} on", change.ptr),
+//! });
+//! observers.attach_range_observer(on_range);
 //!
 //! let block = allocator.allocate(1 << 20, &stream)?;
 //! assert!(observers.detach(id));
@@ -85,6 +91,7 @@ mod entry;
 mod history;
 mod observers;
 mod page_stats;
+mod ranges;
 mod recorder;
 mod ring;
 mod snapshot;
@@ -97,8 +104,12 @@ pub use crate::error::{OomCause, OomReport, PageShortage, PinnedCapReport};
 pub use entry::{HistoryEntry, Stack};
 pub use history::{HistoryOptions, StackLevel};
 pub(crate) use history::{SharedHistory, StackIds};
-pub use observers::{ObserverId, Observers, OomObserver, PressureCallback, StackHook, Tracker, TrimHook};
+pub use observers::{
+    ObserverId, Observers, OomObserver, PressureCallback, RangeObserver, StackHook, Tracker, TrimHook,
+};
 pub use page_stats::{PageStats, PageTotals};
+pub(crate) use ranges::Ranges;
+pub use ranges::{RangeChange, RangeEvent};
 pub(crate) use recorder::{EntryDetails, HistoryFlags, HistoryRecorder, now_us};
 pub use snapshot::{
     Action, Annotation, BlockInfo, BlockState, Frame, RecordedSettings, SegmentInfo, SegmentKind, Snapshot, StackId,

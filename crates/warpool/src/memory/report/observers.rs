@@ -1,5 +1,5 @@
-//! The callbacks of an allocator: trackers, observers of out-of-memory errors, pressure callbacks, trim hooks, and the
-//! hook that collects call stacks.
+//! The callbacks of an allocator: trackers, range observers, observers of out-of-memory errors, pressure callbacks, trim
+//! hooks, and the hook that collects call stacks.
 //!
 //! All run without any lock of the allocator, and may call it. Checking whether there are any costs one load.
 //!
@@ -8,12 +8,13 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
-use warpool_driver::DeviceId;
 use warpool_driver::fork::Origin;
+use warpool_driver::{DeviceId, DevicePtr};
 
 use super::entry::HistoryEntry;
+use super::ranges::{RangeChange, RangeEvent, Ranges, merge_runs};
 use super::stats::WorkspaceStats;
 use super::{Action, Stack};
 use crate::error::OomReport;
@@ -32,6 +33,9 @@ pub type PressureCallback = Arc<dyn Fn(DeviceId) -> bool + Send + Sync>;
 /// Called before cached memory of a device is returned to the driver. It should free memory that is only kept for later
 /// use.
 pub type TrimHook = Arc<dyn Fn(DeviceId) + Send + Sync>;
+
+/// Called with every change of the memory behind addresses.
+pub type RangeObserver = Arc<dyn Fn(&RangeChange) + Send + Sync>;
 
 /// Collects the call stack of the calling thread.
 pub type StackHook = Arc<dyn Fn() -> Option<Stack> + Send + Sync>;
@@ -71,6 +75,11 @@ pub struct Observers {
     ooms: List<OomObserver>,
     pressure: List<PressureCallback>,
     trims: List<TrimHook>,
+    ranges: List<RangeObserver>,
+    /// Which changes these see.
+    shown: OnceLock<Ranges>,
+    /// How many they have seen.
+    generation: AtomicU64,
     stacks: List<StackHook>,
     next: AtomicU64,
     /// Statistics of the memory that libraries use as workspaces.
@@ -100,6 +109,21 @@ impl Observers {
         self.trims.add(self.next_id(), hook)
     }
 
+    /// Calls `observer` when the memory behind a range of addresses changes: so registrations with hardware and
+    /// libraries can follow. No lock of the allocator is held. (While tags fall asleep or wake, other threads that
+    /// put tags to sleep or wake them wait.) Before memory returns to the driver or falls asleep it is called first,
+    /// even while work of the memory's stream may still run: an observer whose transfers run in other streams waits
+    /// for them. When the paged allocator moves pages it is called afterwards, before the call that moved them returns.
+    ///
+    /// Of memory in stable pools it hears when it comes and when it goes, and in between nothing. It hears nothing of
+    /// memory that was there before it was attached, of requests while caching is off, and from allocators without a
+    /// cache.
+    pub fn attach_range_observer(&self, observer: RangeObserver) -> ObserverId {
+        let id = self.ranges.add(self.next_id(), observer);
+        self.count_tracked();
+        id
+    }
+
     /// Sets the hook that collects call stacks for the history; `None`, the default, collects none.
     pub fn set_stack_hook(&self, hook: Option<StackHook>) {
         self.stacks.replace(hook.map(|hook| (self.next_id(), hook)));
@@ -107,7 +131,7 @@ impl Observers {
 
     /// Detaches a callback; returns whether it was attached.
     pub fn detach(&self, id: ObserverId) -> bool {
-        if self.trackers.remove(id) {
+        if self.trackers.remove(id) || self.ranges.remove(id) {
             self.count_tracked();
             return true;
         }
@@ -122,15 +146,46 @@ impl Observers {
 
     /// Calls the trackers.
     pub(crate) fn track(&self, device: DeviceId, entries: &[HistoryEntry]) {
-        let trackers = self.trackers.all();
+        let (trackers, entries) = (self.trackers.all(), merge_runs(entries));
+        let shown = self.shown.get().copied().unwrap_or_default();
+        let changes = || entries.iter().filter_map(|entry| Some((shown.event(entry.action)?, entry.addr, entry.size)));
+        let told = if self.tells_ranges() { changes().collect() } else { Vec::new() };
+        // Even after a tracker has panicked.
+        let tell = |(event, addr, bytes)| self.range_changes(device, event, DevicePtr(addr), bytes);
         let calls = trackers.iter().flat_map(|(actions, tracker)| {
             entries.iter().filter(|entry| actions.has(entry.action)).map(move |entry| (tracker, entry))
         });
-        call_each(calls, |(tracker, entry)| tracker(device, entry));
+        let calls = calls.map(Call::Tracker).chain(told.into_iter().map(Call::Range));
+        call_each(calls, |call| match call {
+            Call::Tracker((tracker, entry)) => tracker(device, entry),
+            Call::Range(change) => tell(change),
+        });
+    }
+
+    /// Sets which changes range observers see. To be called by the allocator that owns these.
+    pub(crate) fn show_ranges(&self, shown: Ranges) {
+        let _ = self.shown.set(shown);
+    }
+
+    /// Whether anybody is told of ranges.
+    pub(crate) fn tells_ranges(&self) -> bool {
+        !self.ranges.is_empty()
+    }
+
+    /// Tells the range observers. No lock may be held. A thread that is unwinding tells nobody.
+    pub(crate) fn range_changes(&self, device: DeviceId, event: RangeEvent, ptr: DevicePtr, bytes: u64) {
+        if !self.tells_ranges() || std::thread::panicking() {
+            return;
+        }
+        let generation = self.generation.fetch_add(1, Ordering::Relaxed) + 1;
+        let change = RangeChange { event, device, ptr, bytes, generation };
+        call_each(self.ranges.all(), |observer| observer(&change));
     }
 
     fn count_tracked(&self) {
-        let all = self.trackers.all().iter().fold(0, |all, (actions, _)| all | actions.0);
+        let ranges = [Action::SegmentAlloc, Action::SegmentMap, Action::SegmentUnmap];
+        let of_ranges = if self.tells_ranges() { ActionSet::of(&ranges).0 } else { 0 };
+        let all = self.trackers.all().iter().fold(of_ranges, |all, (actions, _)| all | actions.0);
         self.tracked.store(all, Ordering::Relaxed);
     }
 
@@ -168,8 +223,15 @@ impl fmt::Debug for Observers {
             .field("oom_observers", &self.ooms.all().len())
             .field("pressure_callbacks", &self.pressure.all().len())
             .field("trim_hooks", &self.trims.all().len())
+            .field("range_observers", &self.ranges.all().len())
             .finish()
     }
+}
+
+/// One call of a callback.
+enum Call<T, R> {
+    Tracker(T),
+    Range(R),
 }
 
 /// A list that rarely changes and is often empty.

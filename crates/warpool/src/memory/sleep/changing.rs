@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use super::segments::{Contents, Phase, Sleeping};
 use super::shared::{Shared, TagPool};
 use crate::error::SleepCall;
+use crate::memory::mapped_segments::{Contents, Phase, Sleeping};
 use crate::memory::{Asleep, HostBlock};
 
 /// Pools between two states. If it is dropped before the call is [complete](Self::complete), also by a panic, the pools

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use warpool_driver::{Address, DevicePtr, Driver, HostPtr, Pattern, StreamId};
 
+use crate::memory::mapped_segments::SavedRange;
 use crate::memory::{HostAllocator, HostBlock};
 use crate::{Device, Error, Result, StreamLease};
 
@@ -16,14 +17,6 @@ const CHUNK: u64 = 64 << 20;
 /// The size of the pieces of host memory that contents are packed into. Each is used as soon as it is pinned, so that
 /// its copies overlap with the pinning of the next piece.
 const PIECE: u64 = 256 << 20;
-
-/// Where a range of a segment is in host memory.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct SavedRange {
-    pub(super) ptr: u64,
-    pub(super) bytes: u64,
-    host: HostPtr,
-}
 
 /// Copies that are under way.
 pub(super) struct Copies<'a> {

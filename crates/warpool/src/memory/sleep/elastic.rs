@@ -7,10 +7,11 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, Weak};
 
-use super::copies::{Copies, Packer, SaveError, SavedRange};
+use super::copies::{Copies, Packer, SaveError};
 use super::report::{Keep, SleepReport};
 use crate::error::{SleepCall, SleepFailure, SleepShortage};
 use crate::memory::elastic::ElasticMemory;
+use crate::memory::mapped_segments::SavedRange;
 use crate::memory::{HostAllocator, HostBlock, OomCause};
 use crate::{Device, Error, Result, Stream, lock};
 

@@ -7,12 +7,13 @@ use std::sync::Arc;
 use warpool_driver::DeviceId;
 
 use super::changing::{Changing, ChangingPool};
-use super::copies::{Copies, Packer, SaveError, SavedRange};
+use super::copies::{Copies, Packer, SaveError};
 use super::elastic::TagElastic;
 use super::report::{Keep, SleepReport};
-use super::segments::{Contents, Phase, Segment};
 use super::shared::{Shared, TagPool};
 use crate::error::{SleepCall, SleepFailure, SleepShortage};
+use crate::memory::mapped_segments::{Contents, Phase, SavedRange, Segment};
+use crate::memory::report::RangeEvent;
 use crate::memory::{BlockState, HostBlock, SegmentKind, SnapshotOptions};
 use crate::{Device, Error, Result};
 
@@ -253,6 +254,7 @@ fn save_pool(plan: &mut Plan, packer: &mut Packer<'_>, copies: &mut Copies<'_>) 
 fn unmap(pools: &[ChangingPool<'_>], plans: &[Plan]) -> Result<()> {
     for (pool, plan) in pools.iter().zip(plans) {
         for planned in plan.segments.iter().filter(|planned| planned.segment.is_mapped) {
+            pool.pool.segments.tell(RangeEvent::Unmapping, &planned.segment);
             pool.pool.segments.unmap(&planned.segment)?;
         }
     }
@@ -266,6 +268,9 @@ fn map_again(pools: &[ChangingPool<'_>]) {
             if let Err(error) = pool.segments.map(segment) {
                 tracing::warn!(%error, tag = &*pool.segments.tag, "a failed sleep could not be undone; wake the tag");
             }
+        }
+        for segment in pool.segments.segments().iter().filter(|segment| segment.has_access) {
+            pool.segments.tell(RangeEvent::Mapped, segment);
         }
     }
 }

@@ -29,10 +29,10 @@
 //!
 //! # How
 //! A tag has a private pool on each device, with an upstream that allocates by virtual memory management
-//! (`segments.rs`): every segment is a range of reserved addresses, backed by one physical allocation. No other tag has
-//! a block in it. Sleeping copies the contents of allocated blocks to pinned memory, unmaps, and releases the physical
-//! memory (`going.rs`). Waking creates physical memory, maps it at the same addresses, and copies the contents back
-//! (`waking.rs`). Addresses never change, so captured graphs work again.
+//! (`mapped_segments.rs`): every segment is a range of reserved addresses, backed by one physical allocation. No other
+//! tag has a block in it. Sleeping copies the contents of allocated blocks to pinned memory, unmaps, and releases the
+//! physical memory (`going.rs`). Waking creates physical memory, maps it at the same addresses, and copies the contents
+//! back (`waking.rs`). Addresses never change, so captured graphs work again.
 //!
 //! [Elastic memory](crate::memory::elastic) of a tag ([`Tag::elastic`]) has pages of the common stock instead: asleep,
 //! its committed blocks have none (`elastic.rs`).
@@ -48,7 +48,6 @@ mod copies;
 mod elastic;
 mod going;
 mod report;
-mod segments;
 mod shared;
 mod tags;
 #[cfg(test)]

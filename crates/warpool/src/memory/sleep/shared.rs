@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use warpool_driver::DeviceId;
 
 use super::elastic::TagElastic;
-use super::segments::TagSegments;
 use crate::lock;
+use crate::memory::mapped_segments::MappedSegments;
 use crate::memory::{Annotation, DeviceAllocator, HostAllocator, MemPool, MemPoolId, PoolSleep};
 
 /// The maximum number of sleep and wake annotations in a snapshot.
@@ -60,7 +60,7 @@ impl TagPools {
 /// A pool whose memory carries a tag.
 pub(super) struct TagPool {
     pub(super) id: MemPoolId,
-    pub(super) segments: Arc<TagSegments>,
+    pub(super) segments: Arc<MappedSegments>,
 }
 
 impl TagPool {

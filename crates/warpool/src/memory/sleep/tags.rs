@@ -7,11 +7,11 @@ use warpool_driver::DeviceId;
 
 use super::elastic::{self, TagElastic};
 use super::report::{Keep, SleepReport, TagInfo, TagState};
-use super::segments::{Phase, Sleeping, TagSegments};
 use super::shared::{Shared, TagPool, TagPools};
 use super::{going, waking};
 use crate::error::SleepCall;
 use crate::memory::elastic::{ElasticLayout, ElasticMemory};
+use crate::memory::mapped_segments::{MappedSegments, Phase, Sleeping};
 use crate::memory::{
     HostAllocator, MemPool, MemPoolId, PoolOptions, Route, ScopeId, SharedAllocator, Snapshot, Upstream,
 };
@@ -56,7 +56,7 @@ impl Tags {
         let pool = match by_name.get(&key) {
             Some(pools) => pools.pool.clone(),
             None => {
-                let segments = Arc::new(TagSegments::new(name.into(), device));
+                let segments = Arc::new(MappedSegments::new(name.into(), device));
                 let options = PoolOptions { upstream: Some(segments.clone()), ..PoolOptions::default() };
                 let pool = MemPool::new(&shared.allocator, device, options)?;
                 segments.set_owner(&shared.allocator, pool.id());
@@ -83,7 +83,7 @@ impl Tags {
         if tag.info().state != TagState::Awake {
             return Err(Error::TagAsleep { tag: name.to_owned() });
         }
-        let segments = Arc::new(TagSegments::new(name.into(), device));
+        let segments = Arc::new(MappedSegments::new(name.into(), device));
         let id = create(segments.clone())?;
         segments.set_owner(&self.0.allocator, id);
         if let Some(pools) = lock(&self.0.by_name).get_mut(&tag.key) {
@@ -169,15 +169,6 @@ impl Tags {
     #[must_use]
     pub fn info(&self) -> Vec<TagInfo> {
         lock(&self.0.by_name).values_mut().map(info).collect()
-    }
-
-    /// Lets kernels on `device` access the memory of tags on `owner`, present and future, once the device has [peer
-    /// access](warpool_driver::Devices::peer_enable).
-    pub fn enable_peer_access(&self, device: DeviceId, owner: DeviceId) -> Result<()> {
-        let _one = lock(&self.0.changing);
-        let pools: Vec<Arc<TagPool>> = lock(&self.0.by_name).values_mut().flat_map(TagPools::all).collect();
-        let mut on_owner = pools.iter().filter(|pool| pool.device() == owner);
-        on_owner.try_for_each(|pool| pool.segments.add_peer(device))
     }
 
     /// Adds the times when tags were put to sleep and woken to a snapshot, as annotations.

@@ -11,9 +11,10 @@ use super::changing::{Changing, ChangingPool};
 use super::copies::Copies;
 use super::going::{names, names_on_devices};
 use super::report::SleepReport;
-use super::segments::{Contents, Phase};
 use super::shared::{Shared, TagPool};
 use crate::error::{SleepCall, SleepFailure, SleepShortage};
+use crate::memory::mapped_segments::{Contents, Phase};
+use crate::memory::report::RangeEvent;
 use crate::memory::{Asleep, MemPoolId};
 use crate::{Error, Result};
 
@@ -79,7 +80,11 @@ fn wake_up(shared: &Shared, mut changing: Changing<'_>, report: &mut SleepReport
         }
         sleeping.saved.clear();
     }
+    let woken: Vec<&TagPool> = changing.pools.iter().map(|pool| pool.pool).collect();
     changing.complete();
+    for pool in woken {
+        pool.segments.segments().iter().for_each(|segment| pool.segments.tell(RangeEvent::Mapped, segment));
+    }
     Ok(())
 }
 

@@ -1,5 +1,7 @@
 //! What the calls about pools need of this allocator.
 
+use std::sync::Arc;
+
 use warpool_driver::{DeviceId, DevicePtr};
 
 use super::UncachedAllocator;
@@ -12,9 +14,11 @@ use crate::memory::{MemPoolId, PoolOptions, PoolUser, StackLevel};
 use crate::{Error, Result};
 
 impl<S: Source> PoolOwner for UncachedAllocator<S> {
+    const NAME: &'static str = S::NAME;
+
     type Memory = PoolBlocks;
 
-    fn shared(&self) -> &AllocatorCore {
+    fn shared(&self) -> &Arc<AllocatorCore> {
         &self.shared
     }
 
@@ -26,9 +30,12 @@ impl<S: Source> PoolOwner for UncachedAllocator<S> {
         Ok(self.state(device)?.pools.with(step))
     }
 
-    /// [`Error::Unsupported`] with an upstream: all pools use the allocator's source. The other options have no effect,
-    /// since nothing is cached.
+    /// [`Error::Unsupported`] with an upstream, and for a stable pool: all pools use the allocator's source. The other
+    /// options have no effect, since nothing is cached.
     fn add_pool(&self, device: DeviceId, id: MemPoolId, options: PoolOptions) -> Result<()> {
+        if options.stable {
+            return Err(Error::Unsupported { allocator: S::NAME, what: "stable pools; use backend:native or paged" });
+        }
         if options.upstream.is_some() {
             return Err(Error::Unsupported { allocator: S::NAME, what: "pools with an upstream of their own" });
         }

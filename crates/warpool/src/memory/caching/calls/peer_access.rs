@@ -4,6 +4,7 @@ use warpool_driver::{Access, DeviceAccess, DeviceId, ErrorCode};
 
 use crate::Result;
 use crate::memory::caching::CachingAllocator;
+use crate::memory::pool_owner::PoolOwner;
 
 impl CachingAllocator {
     /// Lets kernels on `device` access the memory of this allocator on `owner`.
@@ -18,6 +19,7 @@ impl CachingAllocator {
             _ => {}
         }
         // That covers driver allocations; mapped memory has access rights of its own.
+        self.share_pools(owner, device)?;
         let slow = owner_device.lock_slow();
         if slow.peers().contains(&device) {
             // Another thread has enabled it meanwhile.
@@ -28,6 +30,8 @@ impl CachingAllocator {
             self.driver().vm_set_access(ptr, bytes, &access)?;
         }
         slow.add_peer(device);
-        Ok(())
+        drop(slow);
+        // Pools that were created meanwhile.
+        self.share_pools(owner, device)
     }
 }

@@ -1,5 +1,7 @@
 //! What the calls about pools need of this allocator.
 
+use std::sync::Arc;
+
 use warpool_driver::{DeviceId, DevicePtr};
 
 use crate::Result;
@@ -14,9 +16,11 @@ use crate::memory::{Asleep, MemPoolId, PoolOptions, PoolSleep, PoolUser, StackLe
 use crate::unwind::drop_user_value;
 
 impl PoolOwner for CachingAllocator {
+    const NAME: &'static str = "caching";
+
     type Memory = BlockPools;
 
-    fn shared(&self) -> &AllocatorCore {
+    fn shared(&self) -> &Arc<AllocatorCore> {
         &self.shared
     }
 

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 
 use warpool_driver::{Access, DeviceAccess, DevicePtr, ErrorCode, PhysicalId, StreamId};
 
-use super::OrOom;
+use super::{OrOom, segments};
 use crate::Result;
 use crate::memory::OomCause;
 use crate::memory::caching::device::{CachingDevice, SlowGuard};
@@ -212,8 +212,15 @@ pub(super) fn release_chunks(slow: &SlowGuard<'_>, block: BlockKey, details: &En
 fn unmap(slow: &SlowGuard<'_>, chunks: &Chunks, stream: StreamId, details: &EntryDetails) -> Result<bool> {
     let waited = stream_fence::wait_for_stream(&PendingFrees::new(slow, details), stream)?;
     if waited {
-        let _safe = slow.capture_safe()?;
-        slow.driver().vm_unmap(DevicePtr(chunks.ptr), chunks.bytes)?;
+        segments::announce_unmap(slow, DevicePtr(chunks.ptr), chunks.bytes);
+        let unmapped = slow.capture_safe().and_then(|_safe| {
+            slow.driver().vm_unmap(DevicePtr(chunks.ptr), chunks.bytes)?;
+            Ok(())
+        });
+        if unmapped.is_err() {
+            segments::take_back_unmap(slow, DevicePtr(chunks.ptr), chunks.bytes);
+        }
+        unmapped?;
     }
     Ok(waited)
 }

@@ -1,9 +1,12 @@
 //! Segments that are one allocation of the driver or of a pool's upstream.
 
+use warpool_driver::DevicePtr;
+
 use crate::Result;
+use crate::memory::OomCause;
 use crate::memory::caching::device::SlowGuard;
 use crate::memory::caching::heap::{BlockKey, BlockRequest};
-use crate::memory::report::EntryDetails;
+use crate::memory::report::{EntryDetails, RangeEvent};
 use crate::memory::segment_source::{OrOom, SegmentSource};
 use crate::unwind::OnUnwind;
 
@@ -23,7 +26,11 @@ pub(super) fn allocate(
 ) -> Result<OrOom<BlockKey>> {
     let source = SegmentSource::of(slow.read(|state| state.pools.upstream(request.pool))?);
     let stream_raw = slow.stream_raw(request.stream)?;
-    let bytes = request.segment;
+    let bytes = call(slow, &source, || source.rounded(request.segment));
+    let request = &BlockRequest { segment: bytes, ..*request };
+    if slow.read(|state| state.exceeds_limit(request)) {
+        return Ok(Err(OomCause::Limit));
+    }
     slow.change(|state| state.source_bytes_in_flight += bytes);
     let end = || slow.change(|state| state.source_bytes_in_flight -= bytes);
     let unwinds = OnUnwind::new(end);
@@ -40,6 +47,20 @@ pub(super) fn allocate(
     Ok(Ok(slow.change(|state| state.add_segment(request, stream_raw, ptr, source, details))))
 }
 
+/// Tells range observers that memory is about to be unmapped, without the slow lock. Its block must be in transit.
+pub(super) fn announce_unmap(slow: &SlowGuard<'_>, ptr: DevicePtr, bytes: u64) {
+    if slow.observers().tells_ranges() && !crate::defect::Defect::UnmapsUnannounced.is_on() {
+        slow.unlocked(|| slow.observers().range_changes(slow.id, RangeEvent::Unmapping, ptr, bytes));
+    }
+}
+
+/// Tells them that it was not unmapped.
+pub(super) fn take_back_unmap(slow: &SlowGuard<'_>, ptr: DevicePtr, bytes: u64) {
+    if slow.observers().tells_ranges() {
+        slow.unlocked(|| slow.observers().range_changes(slow.id, RangeEvent::Mapped, ptr, bytes));
+    }
+}
+
 /// Returns a segment to its source, if the block is still a free segment. Returns its bytes. If the call fails, or an
 /// upstream panics, the segment stays.
 pub(super) fn release(slow: &SlowGuard<'_>, block: BlockKey, details: &EntryDetails) -> Result<u64> {
@@ -47,10 +68,12 @@ pub(super) fn release(slow: &SlowGuard<'_>, block: BlockKey, details: &EntryDeta
     let (source, bytes) = (segment.source, segment.bytes);
     let put_back = || slow.change(|state| state.heap.put_free(block));
     let unwinds = OnUnwind::new(put_back);
+    announce_unmap(slow, segment.ptr, bytes);
     let outcome = call(slow, &source, || source.free(slow, segment.ptr, bytes, segment.stream));
     unwinds.disarm();
     if outcome.is_err() {
         put_back();
+        take_back_unmap(slow, segment.ptr, bytes);
     } else {
         let removed = slow.change(|state| state.remove_segment(block, details));
         if source.is_untrusted() {

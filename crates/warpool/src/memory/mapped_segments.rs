@@ -1,52 +1,67 @@
-//! The memory of one tag on one device: the upstream of its pool. Every segment is a range of reserved addresses,
-//! backed by one physical allocation, so the memory can be released and created again while the addresses stay.
+//! The upstream of a stable pool, and of a pool whose memory carries a tag. Every segment is a range of reserved
+//! addresses, backed by one physical allocation, of which nothing is ever moved or mapped elsewhere.
 //!
-//! Each segment records what it has: physical memory, a mapping, its contents. So after a call that failed or panicked
-//! half-way, [`Tags::wake`](super::Tags::wake) can restore whatever is missing.
+//! The memory of a tag can be released and created again while the addresses stay. Each segment records what it has:
+//! physical memory, a mapping, its contents. So after a call that failed or panicked half-way,
+//! [`Tags::wake`](super::Tags::wake) can restore whatever is missing. Without a tag nobody makes such calls.
 //!
 //! A segment that the pool freed is dismantled here, one driver call at a time. Calls that fail, or that a capture
 //! forbids, are left to the next call.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use warpool_driver::{
-    Access, DeviceAccess, DeviceId, DevicePtr, Driver, ErrorCode, PhysicalId, PhysicalOptions, StreamId,
+    Access, DeviceAccess, DeviceId, DevicePtr, Driver, ErrorCode, HostPtr, PhysicalId, PhysicalOptions, ShareKind,
+    StreamId,
 };
 
-use super::copies::SavedRange;
+use super::core::AllocatorCore;
+use super::left_segments::{LeftSegment, LeftSegments};
+use super::report::RangeEvent;
+use super::stream_fence;
+use super::{Asleep, DeviceAllocator, HostBlock, MemPoolId, PoolSleep, SegmentKind, Upstream};
 use crate::capture::RelaxedMode;
-use crate::memory::stream_fence;
-use crate::memory::{Asleep, DeviceAllocator, HostBlock, MemPoolId, PoolSleep, SegmentKind, Upstream};
 use crate::unwind::OnUnwind;
 use crate::{Device, Error, Result, lock};
 
 /// Reserved addresses are a multiple of this.
 const RESERVE_STEP: u64 = 2 << 20;
 
-pub(super) struct TagSegments {
-    pub(super) tag: Arc<str>,
-    pub(super) device: Device,
-    granularity: u64,
+pub(crate) struct MappedSegments {
+    /// The tag that the memory carries; empty if it carries none.
+    pub(crate) tag: Arc<str>,
+    pub(crate) device: Device,
+    /// Addresses and sizes of segments are multiples of this: of the granularity of physical memory and of multicast.
+    step: u64,
     options: PhysicalOptions,
-    /// The allocator and the pool that this is the upstream of.
-    owner: OnceLock<(Weak<dyn DeviceAllocator>, MemPoolId)>,
+    serves: OnceLock<Serves>,
     state: Mutex<State>,
     /// Held while segments and physical memory are returned to the driver, so that each is returned once.
     returning: Mutex<()>,
+    /// Held while a segment is mapped or unmapped, and while a peer gets access: so it gets that to every mapping.
+    mapping: Mutex<()>,
+}
+
+/// Whose segments these are.
+enum Serves {
+    /// A pool of a tag.
+    Tag(Weak<dyn DeviceAllocator>, MemPoolId),
+    /// A stable pool.
+    Stable(Arc<AllocatorCore>),
 }
 
 /// The state of a sleeping pool.
 #[derive(Clone, Debug)]
-pub(super) struct Sleeping {
-    pub(super) keeps_contents: bool,
-    pub(super) since_us: i64,
+pub(crate) struct Sleeping {
+    pub(crate) keeps_contents: bool,
+    pub(crate) since_us: i64,
     /// The contents; empty if they were discarded.
-    pub(super) saved: Vec<Arc<HostBlock>>,
+    pub(crate) saved: Vec<Arc<HostBlock>>,
 }
 
 #[derive(Clone, Debug, Default)]
-pub(super) enum Phase {
+pub(crate) enum Phase {
     #[default]
     Awake,
     /// A call is changing the state.
@@ -65,9 +80,17 @@ struct State {
     used_by_copies: bool,
 }
 
+/// Where a range of a segment is in host memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct SavedRange {
+    pub(crate) ptr: u64,
+    pub(crate) bytes: u64,
+    pub(crate) host: HostPtr,
+}
+
 /// Where the contents of a segment are.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Contents {
+pub(crate) enum Contents {
     /// In its physical memory.
     Present,
     /// In host memory.
@@ -77,17 +100,17 @@ pub(super) enum Contents {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Segment {
-    pub(super) ptr: u64,
-    pub(super) bytes: u64,
+pub(crate) struct Segment {
+    pub(crate) ptr: u64,
+    pub(crate) bytes: u64,
     /// The kind of requests that the segment serves; known when it is put to sleep.
-    pub(super) kind: SegmentKind,
+    pub(crate) kind: SegmentKind,
     stream: StreamId,
-    pub(super) physical: Option<PhysicalId>,
-    pub(super) is_mapped: bool,
+    pub(crate) physical: Option<PhysicalId>,
+    pub(crate) is_mapped: bool,
     /// Whether the mapping can be used.
-    pub(super) has_access: bool,
-    pub(super) contents: Contents,
+    pub(crate) has_access: bool,
+    pub(crate) contents: Contents,
     owner: Owner,
 }
 
@@ -101,34 +124,46 @@ enum Owner {
     Nobody,
 }
 
-impl TagSegments {
-    pub(super) fn new(tag: Arc<str>, device: &Device) -> Self {
+impl MappedSegments {
+    /// The segments of a pool whose memory carries a tag.
+    pub(crate) fn new(tag: Arc<str>, device: &Device) -> Self {
         let properties = device.properties();
         Self {
             tag,
             device: device.clone(),
-            granularity: properties.granularity.max(1),
-            options: PhysicalOptions { share: None, rdma: properties.rdma },
-            owner: OnceLock::new(),
+            step: RESERVE_STEP.max(properties.granularity).max(properties.multicast_granularity),
+            options: PhysicalOptions {
+                share: properties.share_posix_fd.then_some(ShareKind::PosixFd),
+                rdma: properties.rdma,
+            },
+            serves: OnceLock::new(),
             state: Mutex::default(),
             returning: Mutex::default(),
+            mapping: Mutex::default(),
         }
     }
 
-    pub(super) fn set_owner(&self, allocator: &Arc<dyn DeviceAllocator>, pool: MemPoolId) {
+    /// The segments of a stable pool.
+    pub(crate) fn stable(core: &Arc<AllocatorCore>, device: &Device) -> Self {
+        let segments = Self::new("".into(), device);
+        let _ = segments.serves.set(Serves::Stable(Arc::clone(core)));
+        segments
+    }
+
+    pub(crate) fn set_owner(&self, allocator: &Arc<dyn DeviceAllocator>, pool: MemPoolId) {
         // Set once, by the call that created both.
-        let _ = self.owner.set((Arc::downgrade(allocator), pool));
+        let _ = self.serves.set(Serves::Tag(Arc::downgrade(allocator), pool));
     }
 
     fn driver(&self) -> &dyn Driver {
         &**self.device.instance().driver()
     }
 
-    pub(super) fn phase(&self) -> Phase {
+    pub(crate) fn phase(&self) -> Phase {
         lock(&self.state).phase.clone()
     }
 
-    pub(super) fn set_phase(&self, phase: Phase) {
+    pub(crate) fn set_phase(&self, phase: Phase) {
         let is_awake = matches!(phase, Phase::Awake);
         // Dropped without the lock.
         let _before = std::mem::replace(&mut lock(&self.state).phase, phase);
@@ -143,19 +178,19 @@ impl TagSegments {
     }
 
     /// All segments that the pool has, by address.
-    pub(super) fn segments(&self) -> Vec<Segment> {
+    pub(crate) fn segments(&self) -> Vec<Segment> {
         lock(&self.state).segments.values().filter(|one| one.owner == Owner::Pool).cloned().collect()
     }
 
     /// Changes a segment.
-    pub(super) fn change(&self, ptr: u64, change: impl FnOnce(&mut Segment)) {
+    pub(crate) fn change(&self, ptr: u64, change: impl FnOnce(&mut Segment)) {
         if let Some(segment) = lock(&self.state).segments.get_mut(&ptr) {
             change(segment);
         }
     }
 
     /// Bytes of its physical memory, mapped or not.
-    pub(super) fn bytes_physical(&self) -> u64 {
+    pub(crate) fn bytes_physical(&self) -> u64 {
         let state = lock(&self.state);
         let unreleased: u64 = state.unreleased.iter().map(|&(_, bytes)| bytes).sum();
         let present = state.segments.values().filter(|segment| segment.physical.is_some());
@@ -163,7 +198,7 @@ impl TagSegments {
     }
 
     /// Bytes of its segments without memory.
-    pub(super) fn asleep(&self) -> Asleep {
+    pub(crate) fn asleep(&self) -> Asleep {
         let mut asleep = Asleep { tag: Arc::clone(&self.tag), ..Asleep::default() };
         for segment in self.segments().iter().filter(|segment| segment.physical.is_none()) {
             match segment.kind {
@@ -175,8 +210,9 @@ impl TagSegments {
     }
 
     /// Maps a segment's physical memory, with access for the device and its peers.
-    pub(super) fn map(&self, segment: &Segment) -> Result<()> {
+    pub(crate) fn map(&self, segment: &Segment) -> Result<()> {
         let physical = segment.physical.expect("only memory that is there is mapped");
+        let _one = lock(&self.mapping);
         if !segment.is_mapped {
             self.driver().vm_map(DevicePtr(segment.ptr), physical)?;
             self.change(segment.ptr, |segment| segment.is_mapped = true);
@@ -189,16 +225,16 @@ impl TagSegments {
     }
 
     /// Sets whether copies of a failed call may still use the segments.
-    pub(super) fn set_used_by_copies(&self, used_by_copies: bool) {
+    pub(crate) fn set_used_by_copies(&self, used_by_copies: bool) {
         lock(&self.state).used_by_copies = used_by_copies;
     }
 
-    pub(super) fn is_used_by_copies(&self) -> bool {
+    pub(crate) fn is_used_by_copies(&self) -> bool {
         lock(&self.state).used_by_copies
     }
 
     /// Waits for the copies of a call that failed, if there may be any.
-    pub(super) fn wait_for_copies(&self) -> Result<()> {
+    pub(crate) fn wait_for_copies(&self) -> Result<()> {
         if self.is_used_by_copies() {
             self.device.synchronize()?;
             self.set_used_by_copies(false);
@@ -206,22 +242,23 @@ impl TagSegments {
         Ok(())
     }
 
-    pub(super) fn unmap(&self, segment: &Segment) -> Result<()> {
+    pub(crate) fn unmap(&self, segment: &Segment) -> Result<()> {
         self.wait_for_copies()?;
+        let _one = lock(&self.mapping);
         self.driver().vm_unmap(DevicePtr(segment.ptr), segment.bytes)?;
         self.change(segment.ptr, |segment| (segment.is_mapped, segment.has_access) = (false, false));
         Ok(())
     }
 
     /// Creates physical memory for a segment.
-    pub(super) fn create(&self, segment: &Segment) -> Result<()> {
+    pub(crate) fn create(&self, segment: &Segment) -> Result<()> {
         let physical = self.driver().vm_create(self.device.id(), segment.bytes, self.options)?;
         self.change(segment.ptr, |segment| segment.physical = Some(physical));
         Ok(())
     }
 
     /// Releases a segment's physical memory. If the driver call fails, later calls retry it.
-    pub(super) fn release(&self, ptr: u64) {
+    pub(crate) fn release(&self, ptr: u64) {
         let _once = lock(&self.returning);
         self.list_release(ptr);
         self.release_listed();
@@ -254,23 +291,16 @@ impl TagSegments {
         devices.map(|device| DeviceAccess { device, access: Access::ReadWrite }).collect()
     }
 
-    /// Lets another device access it, now and in the future.
-    pub(super) fn add_peer(&self, peer: DeviceId) -> Result<()> {
-        if peer == self.device.id() || lock(&self.state).peers.contains(&peer) {
-            return Ok(());
-        }
-        let access = [DeviceAccess { device: peer, access: Access::ReadWrite }];
-        for segment in self.segments().iter().filter(|segment| segment.has_access) {
-            self.driver().vm_set_access(DevicePtr(segment.ptr), segment.bytes, &access)?;
-        }
-        lock(&self.state).peers.push(peer);
-        Ok(())
-    }
-
     /// Does what earlier calls could not: dismantles segments that the pool freed, and releases memory.
-    pub(super) fn collect(&self) {
+    pub(crate) fn collect(&self) {
         let _once = lock(&self.returning);
         self.release_listed();
+        if let Some(left) = self.device.instance().extensions().get::<LeftSegments>()
+            && !self.has_captures()
+            && let Err(error) = left.free(self.driver())
+        {
+            tracing::warn!(%error, "segments of a pool that is gone could not be returned; it is retried");
+        }
         if matches!(lock(&self.state).phase, Phase::Changing) {
             return;
         }
@@ -329,19 +359,30 @@ impl TagSegments {
     }
 
     fn has_captures(&self) -> bool {
-        let told = || {
-            let allocator = self.owner.get().and_then(|(allocator, _)| allocator.upgrade());
-            allocator.is_some_and(|allocator| {
+        let told = match self.serves.get() {
+            Some(Serves::Tag(allocator, _)) => allocator.upgrade().is_some_and(|allocator| {
                 let pools = allocator.pools().ok();
                 pools.and_then(|pools| pools.sleep()).is_some_and(PoolSleep::has_captures)
-            })
+            }),
+            Some(Serves::Stable(core)) => core.has_captures(),
+            None => false,
         };
-        self.device.instance().has_captures() || told()
+        told || self.device.instance().has_captures()
+    }
+
+    /// Tells the range observers of a pool of a tag, before a segment falls asleep and after it woke.
+    pub(crate) fn tell(&self, event: RangeEvent, segment: &Segment) {
+        if let Some(Serves::Tag(allocator, _)) = self.serves.get()
+            && let Some(allocator) = allocator.upgrade()
+        {
+            let (ptr, bytes) = (DevicePtr(segment.ptr), segment.bytes);
+            allocator.observers().range_changes(self.device.id(), event, ptr, bytes);
+        }
     }
 
     /// Tells the allocator how much memory is asleep, after memory of the sleeping pool was freed or released.
-    pub(super) fn count_asleep(&self) {
-        if let Some((allocator, pool)) = self.owner.get()
+    pub(crate) fn count_asleep(&self) {
+        if let Some(Serves::Tag(allocator, pool)) = self.serves.get()
             && let Some(allocator) = allocator.upgrade()
             && let Ok(pools) = allocator.pools()
             && let Some(sleep) = pools.sleep()
@@ -352,15 +393,39 @@ impl TagSegments {
     }
 }
 
-impl Upstream for TagSegments {
+impl Drop for MappedSegments {
+    /// Leaves what could not be returned to the driver to later calls.
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let is_empty = state.segments.is_empty() && state.unreleased.is_empty();
+        if is_empty || self.device.instance().is_inherited() {
+            return;
+        }
+        let (device, unreleased) = (self.device.id(), std::mem::take(&mut state.unreleased));
+        let of_segment = |segment: &Segment| LeftSegment {
+            device,
+            physical: segment.physical,
+            addresses: Some((segment.ptr, segment.bytes)),
+            is_mapped: segment.is_mapped,
+        };
+        let of_physical =
+            |(physical, _)| LeftSegment { device, physical: Some(physical), addresses: None, is_mapped: false };
+        let left = self.device.instance().extensions().get_or_init(LeftSegments::default);
+        left.add(state.segments.values().map(of_segment).chain(unreleased.into_iter().map(of_physical)));
+    }
+}
+
+impl Upstream for MappedSegments {
     fn allocate(&self, device: DeviceId, bytes: u64, stream: StreamId) -> Result<Option<DevicePtr>> {
         debug_assert_eq!(device, self.device.id(), "a tag has one pool per device");
         if !matches!(lock(&self.state).phase, Phase::Awake) {
             return Err(Error::TagAsleep { tag: self.tag.to_string() });
         }
         self.collect();
-        let Some(bytes) = bytes.checked_next_multiple_of(RESERVE_STEP.max(self.granularity)) else { return Ok(None) };
-        let ptr = match self.driver().vm_reserve(bytes, 0, None) {
+        let Some(bytes) = bytes.checked_next_multiple_of(self.step) else { return Ok(None) };
+        // The driver aligns to powers of two.
+        let align = if self.step.is_power_of_two() { self.step } else { 0 };
+        let ptr = match self.driver().vm_reserve(bytes, align, None) {
             Ok(ptr) => ptr,
             Err(error) if error.code == ErrorCode::OutOfMemory => return Ok(None),
             Err(error) => return Err(error.into()),
@@ -398,6 +463,24 @@ impl Upstream for TagSegments {
                 }
             }
         }
+    }
+
+    fn granularity(&self) -> u64 {
+        self.step
+    }
+
+    fn enable_peer_access(&self, peer: DeviceId) -> Result<()> {
+        let _one = lock(&self.mapping);
+        if peer == self.device.id() || lock(&self.state).peers.contains(&peer) {
+            return Ok(());
+        }
+        let access = [DeviceAccess { device: peer, access: Access::ReadWrite }];
+        let segments: Vec<Segment> = lock(&self.state).segments.values().cloned().collect();
+        for segment in segments.iter().filter(|segment| segment.has_access) {
+            self.driver().vm_set_access(DevicePtr(segment.ptr), segment.bytes, &access)?;
+        }
+        lock(&self.state).peers.push(peer);
+        Ok(())
     }
 
     /// Never fails: memory that cannot be returned to the driver now is returned later.
