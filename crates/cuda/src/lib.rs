@@ -69,6 +69,7 @@ mod host_bytes;
 mod kernel;
 mod libraries;
 mod memory;
+pub mod nvml;
 mod object_table;
 mod pool;
 mod range_check;

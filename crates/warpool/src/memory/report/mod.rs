@@ -81,6 +81,7 @@
 //! # }
 //! ```
 
+mod account;
 mod entry;
 mod history;
 mod observers;
@@ -94,6 +95,7 @@ mod usage;
 
 pub use super::allocation::SnapshotOptions;
 pub use crate::error::{OomCause, OomReport, PageShortage, PinnedCapReport};
+pub use account::{AccountRow, DeviceAccount};
 pub use entry::{HistoryEntry, Stack};
 pub use history::{HistoryOptions, StackLevel};
 pub(crate) use history::{SharedHistory, StackIds};
