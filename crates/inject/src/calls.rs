@@ -97,36 +97,34 @@ fn taken(bytes: usize) -> u64 {
 /// Handles that were used in a call for the first time, among so many: enough for the kernels of a training.
 const HANDLES: usize = 1 << 16;
 
-/// Whether a handle is used in that call for the first time. Later calls with it take no memory.
-fn is_first(call: u64, handle: Pointer) -> bool {
-    static SEEN: [AtomicU64; HANDLES] = [const { AtomicU64::new(0) }; HANDLES];
-    // Handles are addresses of less than 56 bits.
-    let key = (handle.addr() as u64) | (call << 56);
-    let mut at = (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48) as usize;
-    for _ in 0..64 {
+static SEEN: [AtomicU64; HANDLES] = [const { AtomicU64::new(0) }; HANDLES];
+
+/// Whether a handle was used in that call before. If not, the place where that is to be noted.
+fn find_use(key: u64) -> Result<(), Option<&'static AtomicU64>> {
+    let first = (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48) as usize;
+    for at in first..first + 64 {
         let slot = &SEEN[at % HANDLES];
-        let found = slot.load(Ordering::Relaxed);
-        if found == key {
-            return false;
+        match slot.load(Ordering::Relaxed) {
+            found if found == key => return Ok(()),
+            0 => return Err(Some(slot)),
+            _ => {}
         }
-        if found == 0 {
-            match slot.compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed) {
-                Ok(_) => return true,
-                Err(other) if other == key => return false,
-                Err(_) => {}
-            }
-        }
-        at += 1;
     }
-    false
+    Err(None)
 }
 
-/// A call that may load a kernel, or prepare a graph, the first time that its handle is used.
+/// A call that may load a kernel, or prepare a graph, the first time that its handle is used. Later ones take nothing.
 fn first_use(call: u64, handle: Pointer, kind: Kind, real: impl FnOnce() -> u32) -> u32 {
-    if !is_first(call, handle) {
-        return real();
+    // Handles are addresses of less than 56 bits.
+    let key = (handle.addr() as u64) | (call << 56);
+    let Err(place) = find_use(key) else { return real() };
+    let result = measured(kind, real);
+    // Noted after the call: another thread's use at the same time is measured too. Whoever takes the place first has
+    // it; another is found at its next use.
+    if let Some(place) = place {
+        let _ = place.compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed);
     }
-    measured(kind, real)
+    result
 }
 
 /// A call that may take memory of the current device.

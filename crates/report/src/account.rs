@@ -113,7 +113,11 @@ impl InjectedDevice {
         let (used, rows) = if self.most.0 > 0 { self.most.clone() } else { (self.used, self.rows.clone()) };
         let free = self.total.saturating_sub(used);
         let known = Known { device: self.device, total: self.total, free, ..Known::default() };
-        account(&known, Some(&Self { used, rows, ..self.clone() }))
+        let account = account(&known, Some(&Self { used, rows, ..self.clone() }));
+        DeviceAccount {
+            remarks: vec!["what other processes use is as it was when this one began".to_owned()],
+            ..account
+        }
     }
 }
 
