@@ -10,6 +10,10 @@ import unittest
 from pathlib import Path
 from typing import Any, Dict, List
 
+from fake_torch import backend
+
+import warpool
+
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent.parent / "crates" / "inject" / "tests" / "c"
 MIB = 1 << 20
@@ -39,6 +43,26 @@ found = warpool.torch.account()
 print(json.dumps({**found._asdict(), "rows": [row._asdict() for row in found.rows], "text": str(found)}))
 """
 
+# A program whose allocator is Warpool's on the simulated GPU, of which the double is said to be the driver.
+RECORDED = """
+import ctypes, json, sys
+cuda, cublas = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL("libcublas.so.13")
+context = ctypes.c_void_p()
+assert cuda.cuInit(0) == 0 and cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+cuda.cuCtxSetCurrent(context)
+cublas.cublas_take.restype = ctypes.c_uint64
+assert cublas.cublas_take(ctypes.c_size_t(64 << 20))
+from fake_torch import fake_torch
+from memory import malloc
+fake_torch()
+import warpool, warpool.torch
+warpool.torch.enable()
+kept = malloc(100 << 20)
+print(warpool.torch.record_now())
+"""
+# The first simulated GPU's.
+SIMULATED_UUID = "73696d756c6174656420202000000000"
+
 
 def library(folder: Path, name: str, source: str, *options: str) -> None:
     command = ["cc", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{name}", str(SOURCES / source), "-o", str(folder / name)]
@@ -66,8 +90,10 @@ class Account(unittest.TestCase):
             "WARPOOL_INJECT_LIBRARY": str(built / "libwarpool_inject.so"),
         }
 
-    def run_program(self, *before: str, **more: str) -> "subprocess.CompletedProcess[str]":
-        command = [*before, sys.executable, "-c", PROGRAM]
+    def run_program(
+        self, *before: str, program: str = PROGRAM, **more: str
+    ) -> "subprocess.CompletedProcess[str]":
+        command = [*before, sys.executable, "-c", program]
         environment = {**self.environment, **more}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         self.assertEqual(ended.returncode, 0, ended.stderr)
@@ -138,6 +164,28 @@ class Account(unittest.TestCase):
         self.assertEqual((self.rows(device), device["unexplained_bytes"]), (rows, 0))
         # What the program prints goes to stderr.
         self.assertIn('"used_bytes"', ended.stderr)
+
+    def test_a_recording_has_the_account_and_explain_shows_it(self) -> None:
+        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        variables = {"WARPOOL_DRIVER": "sim", "WARPOOL_BACKEND": backend(self.folder), "PYTHONPATH": path}
+        for uuid, owners in ((SIMULATED_UUID, ["the allocator", "CUDA", "cuBLAS"]), ("00" * 16, None)):
+            ended = self.run_program(
+                os.environ["WARPOOL_COMMAND"], "record", "--json", "--", program=RECORDED, FAKE_UUID=uuid, **variables
+            )
+            (recording,) = json.loads(ended.stdout)["recordings"]
+            self.assertIn(recording, ended.stderr)
+            explained = warpool.explain(recording)
+            if owners is None:
+                # Of another device.
+                self.assertIsNone(explained["account"])
+                continue
+            rows = explained["account"]["rows"]
+            self.assertEqual([row["owner"] for row in rows], owners)
+            self.assertGreaterEqual(rows[0]["bytes"], 100 * MIB)
+            self.assertEqual(rows[2].bytes, 64 * MIB)
+            self.assertIn("Whose it was", explained._repr_html_())
+            text = Path(recording).with_suffix(".txt").read_text()
+            self.assertIn("cuBLAS, allocations: 64 MiB", text)
 
 
 if __name__ == "__main__":

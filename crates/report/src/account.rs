@@ -148,7 +148,7 @@ pub fn account(known: &Known, injected: Option<&InjectedDevice>) -> DeviceAccoun
     let mut rows = Vec::new();
     let mut remarks = Vec::new();
     if let Some(reserved) = known.reserved {
-        rows.push(row(AccountRow::ALLOCATOR, "reserved", reserved, "the allocator counts it"));
+        rows.push(row(AccountRow::ALLOCATOR, AccountRow::RESERVED, reserved, "the allocator counts it"));
     }
     if let Some(injected) = injected {
         rows.extend(own_rows(injected, known.reserved));
@@ -270,4 +270,119 @@ pub fn text(account: &DeviceAccount) -> String {
         let _ = writeln!(text, "  Remark: {remark}.");
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// What the shared object counted, as `owner kind MiB`.
+    fn injected(rows: &str, before: Option<u64>) -> InjectedDevice {
+        let row = |text: &str| {
+            let words: Vec<&str> = text.trim().rsplitn(3, ' ').collect();
+            let bytes = words[0].parse::<i64>().expect("a number") * MIB as i64;
+            json!({ "owner": words[2], "kind": words[1], "bytes": bytes })
+        };
+        let rows: Vec<Value> = rows.split(',').map(row).collect();
+        let device = json!({
+            "device": 0, "uuid": "00", "total": 8192 * MIB, "used": 0, "before": before.map(|mib| mib * MIB),
+            "rows": rows, "most": { "used": 0, "rows": [] },
+        });
+        let text = json!({ "version": 1, "pid": 7, "devices": [device] }).to_string();
+        Injected::parse(&text).expect("a text").devices()[0].clone()
+    }
+
+    /// The rows as `owner, what: MiB`, with what is unexplained.
+    fn check(known: &Known, injected: Option<&InjectedDevice>, expected: &[&str]) -> DeviceAccount {
+        let found = account(known, injected);
+        let mut rows: Vec<String> =
+            found.rows.iter().map(|row| format!("{}, {}: {}", row.owner, row.what, row.bytes / MIB)).collect();
+        rows.push(format!("unexplained: {}", found.unexplained() / MIB as i64));
+        assert_eq!(rows, expected);
+        found
+    }
+
+    fn known(used: u64, reserved: u64, processes: &[(u32, u64)]) -> Known {
+        let list = processes.iter().map(|&(pid, mib)| (pid, Some(mib * MIB))).collect();
+        let (total, free) = (8192 * MIB, (8192 - used) * MIB);
+        Known { device: 0, total, free, reserved: Some(reserved * MIB), processes: Some(list), pid: 7 }
+    }
+
+    #[test]
+    fn the_allocators_memory_is_not_counted_twice() {
+        let counted = injected("CUDA context 500,the allocator allocations 110,cuBLAS allocations 64", None);
+        let rows = [
+            "the allocator, reserved: 100",
+            "CUDA, context: 500",
+            "cuBLAS, allocations: 64",
+            "the allocator, beyond what it has reserved: 10",
+            "unexplained: 3",
+        ];
+        check(&known(677, 100, &[(7, 677)]), Some(&counted), &rows);
+        // With cudaMallocAsync its memory is in a pool of the driver.
+        let counted = injected("CUDA context 500,CUDA pools 128", None);
+        let rows =
+            ["the allocator, reserved: 100", "CUDA, context: 500", "CUDA, stream-ordered pools: 28", "unexplained: 0"];
+        check(&known(628, 100, &[(7, 628)]), Some(&counted), &rows);
+    }
+
+    /// One owner's small allocation took the page that another's gave back.
+    #[test]
+    fn what_others_gave_back_is_rounding() {
+        let counted = injected("CUDA overhead 6,cuBLAS allocations 4,cuDNN modules -2", None);
+        let rows = ["CUDA, rounding of allocations, page tables: 4", "cuBLAS, allocations: 4", "unexplained: 0"];
+        check(&known(8, 0, &[(7, 8)]), Some(&counted), &rows);
+    }
+
+    #[test]
+    fn other_processes_are_those_that_the_driver_lists() {
+        let counted = injected("CUDA context 500", Some(250));
+        let rows = ["CUDA, context: 500", "other processes, 2 processes: 330", "unexplained: 0"];
+        check(&known(830, 0, &[(4, 300), (7, 500), (9, 30)]), Some(&counted), &rows);
+        // By ids of another namespace: this one is the one with as much as was counted here.
+        let rows = ["CUDA, context: 500", "other processes, 1 process: 300", "unexplained: 30"];
+        check(&known(830, 0, &[(10_004, 300), (10_007, 505)]), Some(&counted), &rows);
+        // Not shown at all: what was in use before.
+        let rows = ["CUDA, context: 500", "other processes, before this one began: 250", "unexplained: 80"];
+        let found = check(&known(830, 0, &[]), Some(&counted), &rows);
+        assert!(found.remarks[0].contains("as in a container"), "{:?}", found.remarks);
+    }
+
+    #[test]
+    fn without_the_shared_object_the_process_is_one_row() {
+        let rows = [
+            "the allocator, reserved: 100",
+            "other processes, 1 process: 30",
+            "this process, context, modules, libraries: 570",
+            "unexplained: 0",
+        ];
+        let found = check(&known(700, 100, &[(7, 670), (9, 30)]), None, &rows);
+        assert!(found.remarks[0].contains("warpool record"), "{:?}", found.remarks);
+        check(&known(700, 100, &[]), None, &["the allocator, reserved: 100", "unexplained: 600"]);
+    }
+
+    #[test]
+    fn more_than_is_in_use_is_told() {
+        let counted = injected("CUDA context 500", None);
+        let found = check(&known(490, 0, &[(7, 490)]), Some(&counted), &["CUDA, context: 500", "unexplained: -10"]);
+        let text = text(&found);
+        assert!(text.contains("  -10 MiB   -2.0%  unexplained: "), "{text}");
+        assert_eq!(object(&found)["unexplained_bytes"], -10 * MIB as i64);
+    }
+
+    #[test]
+    fn another_text_is_an_error() {
+        for (text, part) in [
+            ("", "EOF"),
+            ("{}", "version"),
+            (r#"{"version":2}"#, "version 2"),
+            (r#"{"version":1,"devices":[{}],"pid":1}"#, "missing"),
+            (r#"{"version":1,"pid":1}"#, "devices"),
+        ] {
+            let error = Injected::parse(text).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
 }

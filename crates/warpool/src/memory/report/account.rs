@@ -31,9 +31,23 @@ pub struct AccountRow {
 impl AccountRow {
     /// The owner of what the allocator has reserved.
     pub const ALLOCATOR: &'static str = "the allocator";
+    /// What the allocator has reserved is called so.
+    pub const RESERVED: &'static str = "reserved";
+
+    /// Whether it is what the allocator has reserved.
+    #[must_use]
+    pub fn is_reserved(&self) -> bool {
+        self.owner == Self::ALLOCATOR && self.what == Self::RESERVED
+    }
 }
 
 impl DeviceAccount {
+    /// In use outside the allocator: by others, or by nobody who is known.
+    #[must_use]
+    pub fn outside(&self) -> u64 {
+        self.rows.iter().filter(|row| row.is_reserved()).fold(self.used, |used, row| used.saturating_sub(row.bytes))
+    }
+
     /// In use, and not of any owner; negative if the owners have more than is in use.
     #[must_use]
     pub fn unexplained(&self) -> i64 {
