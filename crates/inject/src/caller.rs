@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::sync::{Mutex, PoisonError};
 
-use crate::symbols::{Object, file_name, object_of};
+use crate::loader::{Object, file_name, object_of};
 
 /// Frames that are looked at.
 const FRAMES_MAX: u32 = 48;

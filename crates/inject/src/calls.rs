@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::caller::owner;
 use crate::ledger::{self, Key, Kind, measure};
-use crate::{report, symbols};
+use crate::loader::Function;
+use crate::versions::exported_name;
+use crate::{driver, forked, report};
 
 /// CUDA_ERROR_NOT_FOUND: there is no driver, or it lacks the function.
 const NOT_FOUND: u32 = 500;
@@ -19,9 +21,8 @@ macro_rules! functions {
         $(
             #[doc = concat!("The driver's `", stringify!($name), "`.\n\n# Safety\nAs the driver's.")]
             #[unsafe(no_mangle)]
-            #[allow(non_snake_case, reason = "the driver's names")]
             pub unsafe extern "C" fn $name($($argument: $type),*) -> u32 {
-                static FUNCTION: symbols::Function = symbols::Function::new(
+                static FUNCTION: Function = Function::new(
                     match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
                         Ok(name) => name,
                         Err(_) => panic!("a name"),
@@ -37,7 +38,7 @@ macro_rules! functions {
                 };
                 // SAFETY: what the caller promises for its arguments.
                 let $real = || unsafe { function($($argument),*) };
-                if is_forked() {
+                if forked::is_forked() {
                     return $real();
                 }
                 $body
@@ -61,27 +62,11 @@ pub(crate) fn replacement(name: &[u8]) -> Option<*mut c_void> {
     ALL.iter().find(|entry| entry.0 == name).map(|entry| entry.1.0.cast_mut())
 }
 
-/// The name as it is kept here, of a function that is replaced.
-pub(crate) fn name_of(name: &[u8]) -> Option<&'static [u8]> {
-    ALL.iter().find(|entry| entry.0 == name).map(|entry| entry.0)
-}
-
-static FORKED: AtomicBool = AtomicBool::new(false);
-
-/// Whether this process is a forked child: another thread may have held a lock, and CUDA does not work in it.
-pub(crate) fn is_forked() -> bool {
-    FORKED.load(Ordering::Relaxed)
-}
-
 /// The driver is ready.
 fn started() {
-    extern "C" fn in_child() {
-        FORKED.store(true, Ordering::Relaxed);
-    }
     static STARTED: AtomicBool = AtomicBool::new(false);
     if !STARTED.swap(true, Ordering::Relaxed) {
-        // SAFETY: the function stays loaded, and only stores a flag.
-        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        forked::watch();
         ledger::started();
         report::write_at_exit();
     }
@@ -129,8 +114,22 @@ fn first_use(call: u64, handle: Pointer, kind: Kind, real: impl FnOnce() -> u32)
 
 /// A call that may take memory of the current device.
 fn measured(kind: Kind, real: impl FnOnce() -> u32) -> u32 {
-    let _measured = measure(None, owner(), kind);
-    real()
+    during(None, owner(), kind, real)
+}
+
+/// A call that may take memory of a device, or of the current one.
+fn during(device: Option<c_int>, owner: &'static str, kind: Kind, real: impl FnOnce() -> u32) -> u32 {
+    let measured = measure(device, owner, kind);
+    let result = real();
+    if measured.end() {
+        report::changed();
+    }
+    result
+}
+
+/// A call that has to do with tracked memory, of which the rest is how the driver rounds, and its page tables.
+fn tracked(device: Option<c_int>, real: impl FnOnce() -> u32) -> u32 {
+    during(device, ledger::CUDA, Kind::Overhead, real)
 }
 
 /// What `out` points to, after a call that succeeded.
@@ -141,10 +140,8 @@ fn read<T: Copy>(out: *const T) -> T {
 
 /// The device in `CUmemAllocationProp`, if the memory is a device's: after two words come the place's type and number.
 fn device_in(properties: *const c_int) -> Option<c_int> {
-    // SAFETY: the driver has read this structure.
-    let kind = unsafe { properties.add(2).read() };
-    // SAFETY: as above.
-    let device = unsafe { properties.add(3).read() };
+    // SAFETY: the driver has read this structure, which begins with more than four words.
+    let [_, _, kind, device] = unsafe { properties.cast::<[c_int; 4]>().read() };
     // CU_MEM_LOCATION_TYPE_DEVICE.
     (kind == 1).then_some(device)
 }
@@ -157,7 +154,7 @@ fn replace_found(symbol: *const c_char, found: *mut Pointer, version: c_int, fla
     // SAFETY: the driver has read it as a null-terminated text.
     let symbol = unsafe { CStr::from_ptr(symbol) }.to_bytes();
     // CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM.
-    let name = symbols::exported_name(symbol, version, flags & 2 != 0);
+    let name = exported_name(symbol, version, flags & 2 != 0);
     if let Some(ours) = name.and_then(replacement) {
         // SAFETY: the driver has written there.
         unsafe { found.write(ours) };
@@ -167,24 +164,26 @@ fn replace_found(symbol: *const c_char, found: *mut Pointer, version: c_int, fla
 /// An allocation of `bytes`, of which the address is written to `out`.
 fn allocate(out: *mut u64, bytes: impl FnOnce() -> usize, real: impl FnOnce() -> u32) -> u32 {
     let owner = owner();
-    let _measured = measure(None, ledger::CUDA, Kind::Overhead);
-    let result = real();
-    if result == 0
-        && let Some(device) = crate::driver::current_device()
-    {
-        ledger::allocated(device, owner, Key::Pointer(read(out)), taken(bytes()));
-    }
-    result
+    tracked(None, || {
+        let result = real();
+        if result == 0
+            && let Some(device) = driver::current_device()
+        {
+            ledger::allocated(device, owner, Key::Pointer(read(out)), taken(bytes()));
+        }
+        result
+    })
 }
 
 /// Frees what is known by `key`.
 fn free(key: Key, real: impl FnOnce() -> u32) -> u32 {
-    let _measured = measure(ledger::device_of(key), ledger::CUDA, Kind::Overhead);
-    let result = real();
-    if result == 0 {
-        ledger::freed(key);
-    }
-    result
+    tracked(ledger::device_of(key), || {
+        let result = real();
+        if result == 0 {
+            ledger::freed(key);
+        }
+        result
+    })
 }
 
 functions! {
@@ -260,26 +259,20 @@ functions! {
         let device = if properties.is_null() { None } else { device_in(properties) };
         let Some(device) = device else { return real() };
         let owner = owner();
-        let _measured = measure(Some(device), ledger::CUDA, Kind::Overhead);
-        let result = real();
-        if result == 0 {
-            ledger::allocated(device, owner, Key::Handle(read(handle)), bytes as u64);
-        }
-        result
+        tracked(Some(device), || {
+            let result = real();
+            if result == 0 {
+                ledger::allocated(device, owner, Key::Handle(read(handle)), bytes as u64);
+            }
+            result
+        })
     }
     cuMemRelease(real; handle: u64) { free(Key::Handle(handle), real) }
     cuMemMap(real; address: u64, bytes: usize, offset: usize, handle: u64, flags: c_ulonglong) {
-        let _measured = measure(ledger::device_of(Key::Handle(handle)), ledger::CUDA, Kind::Overhead);
-        real()
+        tracked(ledger::device_of(Key::Handle(handle)), real)
     }
-    cuMemUnmap(real; address: u64, bytes: usize) {
-        let _measured = measure(None, ledger::CUDA, Kind::Overhead);
-        real()
-    }
-    cuMemSetAccess(real; address: u64, bytes: usize, access: Pointer, count: usize) {
-        let _measured = measure(None, ledger::CUDA, Kind::Overhead);
-        real()
-    }
+    cuMemUnmap(real; address: u64, bytes: usize) { tracked(None, real) }
+    cuMemSetAccess(real; address: u64, bytes: usize, access: Pointer, count: usize) { tracked(None, real) }
     cuMemAllocAsync(real; out: *mut u64, bytes: usize, stream: Pointer) {
         ledger::pools_are_used();
         real()

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::mem::transmute;
 use std::ptr;
 
-use crate::symbols::Function;
+use crate::loader::Function;
 
 macro_rules! functions {
     ($($name:ident: $symbol:literal)*) => {
@@ -40,7 +40,7 @@ macro_rules! call {
         if address.is_null() {
             None
         } else {
-            // SAFETY: the function of that name has this type, and what its arguments point to is valid during the call.
+            // SAFETY: the function of that name has this type; what its arguments point to is valid during the call.
             let result = unsafe {
                 transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> u32>(address)($($argument),*)
             };

@@ -2,9 +2,9 @@
 //!
 //! Allocations are *tracked*: their bytes are known from the call. All else is *measured*: while calls that may take
 //! memory run on a device, from the first that begins to the last that ends, what the device has in use beyond tracked
-//! memory and pools may change; the change is the first caller's. Around tracked allocations it is how the driver rounds,
-//! and its page tables. Calls of several threads that overlap share one such
-//! measurement, so nothing is counted twice, and no lock is held during a call.
+//! memory and pools may change; the change is the first caller's. Around tracked allocations it is how the driver
+//! rounds, and its page tables. Calls of several threads that overlap share one such measurement, so nothing is counted
+//! twice, and no lock is held during a call.
 //!
 //! What other processes take during a measurement is counted too. Measurements are short.
 
@@ -261,7 +261,7 @@ pub(crate) fn context_made(index: c_int, primary: Option<Context>) {
     }
     let mut ledger = lock();
     let device = ledger.device(index);
-    device.context = primary.map_or(device.context, |context| context.addr());
+    device.context = primary.map_or(device.context, Context::addr);
     device.context_found();
 }
 
@@ -293,7 +293,8 @@ pub(crate) fn context_released(index: c_int) {
     (device.context, device.has_context, device.start) = (0, false, None);
 }
 
-/// Calls that may take memory run on a device, until it is dropped.
+/// A call that may take memory runs on a device.
+#[must_use]
 pub(crate) struct Measured {
     device: Option<c_int>,
 }
@@ -318,14 +319,15 @@ pub(crate) fn measure(device: Option<c_int>, owner: &'static str, kind: Kind) ->
     Measured { device }
 }
 
-impl Drop for Measured {
-    fn drop(&mut self) {
-        let Some(index) = self.device else { return };
+impl Measured {
+    /// The call has returned. Whether more is in use than ever before.
+    pub(crate) fn end(self) -> bool {
+        let Some(index) = self.device else { return false };
         let mut ledger = lock();
         let found = ledger.device(index);
         found.active = found.active.saturating_sub(1);
         if found.active > 0 {
-            return;
+            return false;
         }
         let (before, after) = (found.start.take(), ledger.rest(index));
         let device = ledger.device(index);
@@ -333,14 +335,14 @@ impl Drop for Measured {
             let (owner, kind) = device.first;
             device.add(owner, kind, after - before);
         }
-        if device.used > device.used_most {
-            let mut rows = ledger.pools(index);
-            let device = ledger.device(index);
-            rows.extend(&device.rows);
-            (device.used_most, device.rows_most) = (device.used, rows);
-            drop(ledger);
-            crate::report::changed();
+        if device.used <= device.used_most {
+            return false;
         }
+        let mut rows = ledger.pools(index);
+        let device = ledger.device(index);
+        rows.extend(&device.rows);
+        (device.used_most, device.rows_most) = (device.used, rows);
+        true
     }
 }
 

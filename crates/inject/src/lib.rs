@@ -1,6 +1,6 @@
-//! `libwarpool_inject.so`: counts whose device memory is whose. It is loaded before a program (`LD_PRELOAD`) by `warpool
-//! record`, and stands between the program and the CUDA driver: it exports the driver's functions that take memory, and
-//! `dlsym`, through which CUDA's runtime and most libraries find them.
+//! `libwarpool_inject.so`: counts whose device memory is whose. It is loaded before a program (`LD_PRELOAD`) by
+//! `warpool record`, and stands between the program and the CUDA driver: it exports the driver's functions that take
+//! memory, and `dlsym`, through which CUDA's runtime and most libraries find them (`symbols.rs`, `versions.rs`).
 //!
 //! A call is attributed to the first shared object on the call stack that is not CUDA's runtime or driver
 //! (`caller.rs`). What the driver took for it is what was asked, as the driver rounds it, for large allocations, and
@@ -15,6 +15,9 @@
 mod caller;
 mod calls;
 mod driver;
+mod forked;
 mod ledger;
+mod loader;
 mod report;
 mod symbols;
+mod versions;

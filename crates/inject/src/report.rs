@@ -4,10 +4,12 @@ use std::env;
 use std::ffi::c_char;
 use std::fmt::Write as _;
 use std::fs;
+use std::mem::MaybeUninit;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use crate::forked::is_forked;
 use crate::ledger::{self, Row};
 
 /// The folder of the file.
@@ -26,10 +28,11 @@ pub unsafe extern "C" fn warpool_injected_account(buffer: *mut c_char, length: u
     let text = text(true);
     if let Some(room) = length.checked_sub(1).filter(|_| !buffer.is_null()) {
         let copied = text.len().min(room);
-        // SAFETY: `buffer` has `length` bytes, of which `copied` and the terminator are written.
-        unsafe { buffer.copy_from_nonoverlapping(text.as_ptr().cast(), copied) };
-        // SAFETY: `copied` is less than `length`.
-        unsafe { buffer.add(copied).write(0) };
+        // SAFETY: `buffer` has `length` bytes, of which these are the first.
+        let written = unsafe { std::slice::from_raw_parts_mut(buffer.cast::<MaybeUninit<u8>>(), copied + 1) };
+        for (to, &byte) in written.iter_mut().zip(text.as_bytes()[..copied].iter().chain(&[0])) {
+            to.write(byte);
+        }
     }
     text.len()
 }
@@ -93,7 +96,7 @@ pub(crate) fn changed() {
 /// Has the file written when the program ends.
 pub(crate) fn write_at_exit() {
     extern "C" fn at_exit() {
-        if !crate::calls::is_forked() {
+        if !is_forked() {
             write();
         }
     }

@@ -240,7 +240,10 @@ fn own_rows(injected: &InjectedDevice, reserved: Option<u64>) -> Vec<AccountRow>
 /// The account as JSON (docs/json.md).
 #[must_use]
 pub fn object(account: &DeviceAccount) -> Value {
-    let row = |row: &AccountRow| json!({ "owner": row.owner, "what": row.what, "bytes": row.bytes, "known_by": row.known_by });
+    let row = |row: &AccountRow| {
+        let AccountRow { owner, what, bytes, known_by } = row;
+        json!({ "owner": owner, "what": what, "bytes": bytes, "known_by": known_by })
+    };
     json!({
         "device": account.device,
         "total_bytes": account.total,

@@ -1,5 +1,5 @@
-//! `record` without CUDA: what the command gets, its exit status, and what cannot be recorded. What is counted is tested
-//! in `crates/inject`, and with the allocator in `python/tests/test_account.py`.
+//! `record` without CUDA: what the command gets, its exit status, and what cannot be recorded. What is counted is
+//! tested in `crates/inject`, and with the allocator in `python/tests/test_account.py`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -61,8 +61,8 @@ fn accounts_and_recordings_that_the_command_writes_are_shown() {
     let folder = folder("written");
     fs::create_dir(folder.join("records")).unwrap();
     fs::write(folder.join("records/warpool-rank0-pid1-1-oom.pickle"), "before").unwrap();
-    let account = r#"{"version":1,"pid":12,"devices":[{"device":0,"uuid":"00","total":1000000000,"used":5,"before":100000000,
-        "rows":[],"most":{"used":700000000,"rows":[{"owner":"CUDA","kind":"context","bytes":400000000},
+    let account = r#"{"version":1,"pid":12,"devices":[{"device":0,"uuid":"00","total":1000000000,"used":5,
+        "before":100000000,"rows":[],"most":{"used":700000000,"rows":[{"owner":"CUDA","kind":"context","bytes":400000000},
         {"owner":"cuBLAS","kind":"allocations","bytes":190000000}]}}]}"#;
     let write = format!(
         "printf '%s' '{account}' > $WARPOOL_ACCOUNT_DIR/account-12.json; echo no > $WARPOOL_ACCOUNT_DIR/account-13.json

@@ -16,7 +16,8 @@ typedef int (*address_t)(const char *, void **, int, unsigned long long, int *);
 #if ROUTE == 1
 int cuMemAlloc_v2(uint64_t *, size_t);
 int cuMemFree_v2(uint64_t);
-int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                   void **);
 #define FIND(name, version) name##version
 #elif ROUTE == 2
 static void *find(const char *name) { return dlsym(dlopen("libcuda.so.1", RTLD_LAZY), name); }

@@ -5,7 +5,7 @@
 //! # use warpool::driver::sim::{SimConfig, SimDriver};
 //! # use warpool::prelude::*;
 //! use warpool::memory::report::{
-//!     Action, Annotation, Frame, HistoryEntry, HistoryOptions, ObserverId, OomObserver, PageStats, PageTotals,
+//!     AccountRow, Action, Annotation, DeviceAccount, Frame, HistoryEntry, HistoryOptions, ObserverId, OomObserver, PageStats, PageTotals,
 //!     PinnedCapReport, PressureCallback, Snapshot, SnapshotOptions, Stack, StackHook, StackLevel, TraceEntry, Tracker,
 //!     TrimHook, Usage, UsagePart, pop_compile_context, push_compile_context, set_user_metadata,
 //! };
@@ -56,6 +56,13 @@
 //! assert_eq!(snapshot.texts.get(last.compile_context.expect("it was set")), "0/0");
 //! let annotations: &[Annotation] = &snapshot.annotations; // of PyTorch's profiler, in its files
 //! assert!(annotations.is_empty());
+//!
+//! // Whose the rest of a device's memory is; recorders that know it add it to the snapshot.
+//! let (owner, what) = (AccountRow::ALLOCATOR.to_owned(), AccountRow::RESERVED.to_owned());
+//! let row = AccountRow { owner, what, bytes: 2 << 20, ..AccountRow::default() };
+//! let account = DeviceAccount { used: 9 << 20, rows: vec![row], ..DeviceAccount::default() };
+//! assert_eq!((account.outside(), account.unexplained()), (7 << 20, 7 << 20));
+//! assert!(snapshot.accounts.is_empty());
 //!
 //! // What the pages of a paged allocator are used for.
 //! let paged = Arc::new(PagedAllocator::new(&instance, Settings::default())?);
