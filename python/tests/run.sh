@@ -17,7 +17,7 @@ python/tests/environments
 if "$target/ray/bin/python" -c "import ray" 2>/dev/null; then
   export WARPOOL_RAY_PYTHON=$target/ray/bin/python
 fi
-for test in answers ranks native enable recorder sleep memory_saver elastic stable sharing backend compare; do
+for test in answers ranks native enable recorder account sleep memory_saver elastic stable sharing backend compare; do
   PYTHONPATH=python WARPOOL_LIBRARY=$target/debug/libwarpool_torch.so python3 "python/tests/test_$test.py"
 done
 PYTHONPATH=python python3 python/tests/test_predict_parts.py
@@ -55,7 +55,7 @@ if [ "${1:-}" = --short ]; then
   }
   rm -rf "$files" "$target/python-wheels"
   mkdir -p "$files"
-  for name in libwarpool_torch.so libwarpool_answers.so warpool; do
+  for name in libwarpool_torch.so libwarpool_inject.so libwarpool_answers.so warpool; do
     objcopy --strip-debug "$target/debug/$name" "$files/$name"
   done
   WARPOOL_WHEEL_FILES=$files WARPOOL_WHEEL_PLATFORM=linux_$(uname -m) \

@@ -29,6 +29,10 @@ def main() -> int:
         # A wheel's command is an executable; a script of an entry point would be Python, and call this again.
         if not command.is_file() or command.open("rb").read(2) == b"#!":
             continue
+        packaged = Path(__file__).resolve().parent / "libwarpool_inject.so"
+        if packaged.is_file():
+            # Where the command would not look, as after `pip install --target`.
+            os.environ.setdefault("WARPOOL_INJECT_LIBRARY", str(packaged))
         if sys.platform == "win32":
             # There, exec would return to the shell before the command has ended.
             return subprocess.call([str(command), *sys.argv[1:]])

@@ -94,6 +94,8 @@ class Explanation(DeviceAnswer):
     """The moment that is explained: `kind`, `event`, `time_us`, `bytes_requested`, `reserved_bytes` and more."""
     parts: Record
     """Where the device's memory was then, in bytes by name."""
+    account: Optional[Record]
+    """Whose memory it was outside the allocator, in recordings by Warpool that know: `rows` and more."""
     holders: Records
     """Who held memory, the largest first, by call stack: `name`, `line`, `path`, `bytes`, `count`."""
     fits: Records
@@ -109,6 +111,8 @@ class Explanation(DeviceAnswer):
 
     def _tables(self) -> List[str]:
         tables = [_html.sizes_table("Where the device's memory was", self.parts)]
+        if isinstance(self.get("account"), Record):
+            tables.append(_html.records_table("Whose it was, when the recording was written", self.account.rows))
         for key, title in (
             ("categories", "What held memory"),
             ("holders", "Who held memory"),

@@ -13,6 +13,7 @@ import threading
 from typing import Any, Dict, Optional
 
 from . import _backend, _native, _recorder
+from ._account import Account, AccountRow, account
 from ._elastic import Elastic, ElasticInfo, elastic, headroom
 from ._memory_saver import memory_saver
 from ._native import Error
@@ -21,11 +22,14 @@ from ._sleep import SleepReport, TagInfo, prepare_sleep, sleep, tag, tags, wake
 from ._stable import stable_pool
 
 __all__ = [
+    "Account",
+    "AccountRow",
     "Elastic",
     "ElasticInfo",
     "Error",
     "SleepReport",
     "TagInfo",
+    "account",
     "elastic",
     "enable",
     "enabled",

@@ -62,8 +62,8 @@ class CompiledFiles(BuildHookInterface):
 
 
 def _libraries() -> List[str]:
-    """The shared objects that this system can have: PyTorch's allocator is for Linux."""
-    return ["warpool_answers", *(["warpool_torch"] if sys.platform.startswith("linux") else [])]
+    """The shared objects that this system can have: PyTorch's allocator, and what counts for it, are for Linux."""
+    return ["warpool_answers", *(["warpool_torch", "warpool_inject"] if sys.platform.startswith("linux") else [])]
 
 
 def _library(name: str) -> str:
@@ -81,7 +81,7 @@ def _cargo_build(workspace: Path) -> Path:
         )
     packages = ["--package", "warpool-python", "--package", "warpool-cli"]
     if "warpool_torch" in _libraries():
-        packages += ["--package", "warpool-torch"]
+        packages += ["--package", "warpool-torch", "--package", "warpool-inject"]
     subprocess.run(["cargo", "build", "--release", "--locked", *packages], cwd=workspace, check=True)
     metadata = subprocess.run(
         ["cargo", "metadata", "--no-deps", "--format-version", "1"], cwd=workspace, check=True, stdout=subprocess.PIPE

@@ -101,7 +101,8 @@ def pe_violations(name: str, binary: lief.PE.Binary, _: Kind, __: Path) -> List[
 
 
 _COMMAND = "{}.data/scripts/warpool"
-_LINUX_FILES = ("warpool/libwarpool_torch.so", "warpool/libwarpool_answers.so", _COMMAND)
+_LINUX_LIBRARIES = ("torch", "inject", "answers")
+_LINUX_FILES = (*(f"warpool/libwarpool_{name}.so" for name in _LINUX_LIBRARIES), _COMMAND)
 _MACOS_FILES = ("warpool/libwarpool_answers.dylib", _COMMAND)
 _KINDS = (
     Kind("manylinux_2_28_x86_64", lief.ELF.ARCH.X86_64, elf_violations, _LINUX_FILES),

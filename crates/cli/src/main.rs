@@ -2,7 +2,7 @@
 //! lines. The exception is the conformance suite in `processes`, which starts this binary as its second process.
 //!
 //! Exit status of every command: 0 success, 1 a check failed or a limit was exceeded, 2 wrong usage or something is
-//! missing.
+//! missing. `record` has that of the command that it runs.
 
 mod bench;
 mod capacity;
@@ -18,6 +18,7 @@ mod limit;
 mod output;
 mod processes;
 mod ranks;
+mod record;
 #[cfg(test)]
 mod reference;
 mod replay;
@@ -54,6 +55,7 @@ use processes::peer;
         warpool replay snapshot.pickle --settings expandable_segments:True    replay it with other settings\n  \
         warpool settings max_split_size_mb:200    explain a settings string\n  \
         warpool top                               show the GPU memory of running processes\n  \
+        warpool record -- python train.py         show whose GPU memory it was, and record out-of-memory\n  \
         warpool info                              list devices, their features and NVIDIA's libraries\n  \
         warpool selftest --driver sim             run the conformance checks on the simulated GPU\n  \
         warpool selftest --driver cuda            run them on a real GPU\n  \
@@ -82,6 +84,7 @@ enum Command {
     Settings(settings::Args),
     Top(top::Args),
     Limit(limit::Args),
+    Record(record::Args),
     Soak(soak::Args),
     Bench(bench::Args),
     Completions(shell::CompletionsArgs),
@@ -122,6 +125,7 @@ fn main() -> ExitCode {
         Command::Settings(args) => settings::run(&args, &mut Output::stdout(args.json)),
         Command::Top(args) => top::run(&args, &mut Output::stdout(args.json)),
         Command::Limit(args) => limit::run(&args, &mut Output::stdout(args.json)),
+        Command::Record(args) => record::run(&args, cli.quiet, &mut Output::stdout(args.json)),
         Command::Soak(args) => soak::run(&args, &mut Output::stdout(args.json)),
         Command::Bench(args) => bench::run(&args, &mut Output::stdout(args.json)),
         Command::Completions(args) => shell::completions(&args, &Cli::command(), &mut Output::stdout(false)),
@@ -132,6 +136,7 @@ fn main() -> ExitCode {
     match result {
         Ok(Verdict::Success) => ExitCode::SUCCESS,
         Ok(Verdict::Failure) => ExitCode::FAILURE,
+        Ok(Verdict::Status(status)) => ExitCode::from(status),
         // The reader closed the pipe, as `head` does.
         Err(CommandError::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {

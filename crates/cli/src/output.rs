@@ -21,6 +21,8 @@ pub enum Verdict {
     Success,
     /// A check failed or a limit was exceeded: exit status 1.
     Failure,
+    /// That of a command that was run.
+    Status(u8),
 }
 
 /// Why a command did not complete.

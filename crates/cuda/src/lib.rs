@@ -8,8 +8,9 @@
 //! codes are returned. The backend stores only what the contract needs: the handle of each id, which memory is
 //! allocated, mapped or pinned, which streams capture.
 //!
-//! All calls into CUDA and NVIDIA's libraries are in this crate. Other FFI of the workspace is the interface of
-//! external allocators (`crates/external`) and the shared object for PyTorch (`crates/torch`).
+//! All calls into CUDA and NVIDIA's libraries are in this crate, except those that `crates/inject` makes in the name of
+//! a program. Other FFI of the workspace is the interface of external allocators (`crates/external`) and the shared
+//! object for PyTorch (`crates/torch`).
 //!
 //! # What is safe
 //!
@@ -70,6 +71,7 @@ mod host_bytes;
 mod kernel;
 mod libraries;
 mod memory;
+pub mod nvml;
 mod object_table;
 mod pool;
 mod range_check;

@@ -1,10 +1,11 @@
 //! Answers about recordings, as sentences, JSON objects and pages for the browser. The command, the Python functions
 //! and the page in the browser show the same answers, so all get them from here. [`request`] has the commands as
-//! functions from JSON to JSON. Nothing is computed here: that is `warpool-trace`. [`top`] has what running processes
-//! publish, from `warpool`.
+//! functions from JSON to JSON. Nothing is computed here but sums ([`account`]): that is `warpool-trace`. [`top`] has
+//! what running processes publish, from `warpool`.
 
 #![deny(unsafe_code)]
 
+pub mod account;
 pub mod diff;
 pub mod explain;
 pub mod moment;

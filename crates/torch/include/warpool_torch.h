@@ -1068,6 +1068,21 @@ int warpool_record_at_exit(void);
 // `python` is NULL, or its functions are those of the interpreter of this process, which has not ended.
 int warpool_set_python(const struct warpool_python *python);
 
+// Copies the account of a device to `buffer`, as JSON (docs/json.md), null-terminated and truncated if it does not
+// fit. `total` and `free` are what the driver says of the device, `reserved` is what the allocator has of it, and
+// `uuid` its id (`GPU-` and 32 digits with or without dashes), or NULL. Returns the length of the whole text without
+// the terminator; 0 on failure. Warpool need not be PyTorch's allocator, and starts nothing here.
+//
+// # Safety
+// `uuid` is NULL or a null-terminated string; `buffer` is NULL or points to `length` writable bytes.
+size_t warpool_account(int device,
+                       uint64_t total,
+                       uint64_t free,
+                       uint64_t reserved,
+                       const char *uuid,
+                       char *buffer,
+                       size_t length);
+
 #ifdef __cplusplus
 }  // extern "C"
 #endif  // __cplusplus

@@ -21,6 +21,7 @@
 //! The same operations are methods of [`Runtime`]; tests create one over a simulated GPU.
 
 pub mod abi;
+mod account;
 mod allocator;
 mod backend;
 mod boundary;

@@ -5,10 +5,12 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use warpool::memory::DeviceAllocator;
-use warpool::memory::report::Snapshot;
+use warpool::memory::report::{DeviceAccount, Snapshot};
 use warpool::memory::settings::RecordSettings;
 use warpool_driver::DeviceId;
+use warpool_report::account::Known;
 
+use crate::account;
 use crate::error::{Error, Result};
 use crate::recorder::{Program, PythonInterface, Recorder};
 use crate::runtime::{self, Runtime};
@@ -27,7 +29,10 @@ impl Program for Runtime {
     }
 
     fn snapshot(&self) -> Result<Snapshot> {
-        self.snapshot()
+        let mut snapshot = self.snapshot()?;
+        let accounts = self.devices_in_use().into_iter().filter_map(|device| self.account(device, &snapshot));
+        snapshot.accounts = accounts.collect();
+        Ok(snapshot)
     }
 
     fn has_own_history(&self) -> bool {
@@ -44,6 +49,24 @@ impl Program for Runtime {
 }
 
 impl Runtime {
+    /// Whose the memory of a device is; `None` if nobody but the allocator is known.
+    fn account(&self, device: DeviceId, snapshot: &Snapshot) -> Option<DeviceAccount> {
+        let driver = self.instance().driver();
+        let memory = driver.mem_info(device).ok()?;
+        let uuid = driver.device_properties(device).ok().map(|properties| properties.uuid);
+        let index = i32::try_from(device.0).ok()?;
+        let of_device = snapshot.segments.iter().filter(|segment| segment.device == index);
+        let known = Known {
+            device: device.0,
+            total: memory.bytes_total,
+            free: memory.bytes_free,
+            reserved: Some(of_device.map(|segment| segment.total_size).sum()),
+            ..Known::default()
+        };
+        let found = account::of(known, uuid);
+        found.rows.iter().any(|row| !row.is_reserved()).then_some(found)
+    }
+
     /// Recordings go to this folder from here on; it is made when the first one is written.
     pub fn set_record_folder(&self, folder: &Path) -> Result<()> {
         self.recorder.set_folder(folder).map_err(|source| Error::RecordFolder { source })

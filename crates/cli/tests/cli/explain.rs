@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde_json::Value;
+use warpool::memory::report::{AccountRow, DeviceAccount};
 use warpool_trace::{ReadOptions, read_file, write_snapshot};
 
 use crate::{assert_usage_error, objects, text, warpool};
@@ -350,4 +351,52 @@ fn completions_and_man_page_are_printed() {
         assert!(output.status.success() && text(&output.stdout).contains("explain"), "{shell}");
     }
     assert!(text(&warpool(&["man"]).stdout).starts_with(".TH WARPOOL 1"));
+}
+
+/// Whose the memory outside the allocator was, if the recording says so: in words, a table, JSON and the page.
+#[test]
+fn an_account_of_the_recording_is_shown() {
+    let path = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("account.pickle");
+    let file = path.to_str().expect("a text");
+    let mut snapshot = read_file(recording("verdict.outside"), &ReadOptions { stacks: true, ..ReadOptions::default() })
+        .expect("a recording")
+        .snapshot;
+    let row = |owner: &str, what: &str, bytes: u64, known_by: &str| AccountRow {
+        owner: owner.to_owned(),
+        what: what.to_owned(),
+        bytes,
+        known_by: known_by.to_owned(),
+    };
+    snapshot.accounts = vec![DeviceAccount {
+        device: 0,
+        total: 140 << 30,
+        used: 139 << 30,
+        rows: vec![
+            row("the allocator", "reserved", 18 << 30, "the allocator counts it"),
+            row("cuBLAS", "modules and kernels", 66 << 20, "measured around its calls of the driver"),
+            row("other processes", "1 process", 120 << 30, "the driver lists them"),
+        ],
+        remarks: vec![],
+    }];
+    write_snapshot(&snapshot, File::create(&path).expect("a file")).expect("it is written");
+    let output = warpool(&["explain", file]);
+    let shown = words(&output.stdout);
+    for part in [
+        "When the recording was written, 121 GiB of the device's 140 GiB were in use outside the allocator (other \
+         processes, 1 process: 120 GiB; cuBLAS, modules and kernels: 66 MiB; of nobody who is known: 958 MiB).",
+        "Whose it was outside the allocator, when the recording was written",
+        "cuBLAS modules and kernels 66 MiB 0.1% measured around its calls of the driver",
+    ] {
+        assert!(shown.contains(part), "{part} is missing in {shown}");
+    }
+    let found = objects(&["explain", file, "--json"], 0).remove(0);
+    assert_eq!(found["account"]["rows"][1]["owner"], "cuBLAS");
+    assert_eq!(found["account"]["unexplained_bytes"], 958u64 << 20);
+    let page = path.with_extension("html");
+    let seen = objects(&["view", file, "-o", page.to_str().expect("a text"), "--json"], 0).remove(0);
+    assert_eq!(seen["devices"][0]["account"], found["account"], "{seen}");
+    assert!(std::fs::read_to_string(page).expect("the page").contains("in use outside the allocator"));
+    // A recording without one is shown as before.
+    let (shown, found) = explained("verdict.outside", &[]);
+    assert!(found["account"].is_null() && !shown.contains("in use outside the allocator"));
 }

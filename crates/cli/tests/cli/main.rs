@@ -3,6 +3,8 @@
 mod command;
 mod explain;
 mod ranks;
+#[cfg(target_os = "linux")]
+mod record;
 mod replay;
 mod soak;
 mod streams;

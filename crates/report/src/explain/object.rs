@@ -9,6 +9,7 @@ use warpool_trace::explain::{
 };
 
 use super::prose;
+use crate::account;
 use crate::replay::in_force_object;
 
 /// The version of the schema, which is raised when a key changes its meaning or is removed.
@@ -40,6 +41,7 @@ pub fn object(file: &Path, explanation: &Explanation) -> Value {
         "verdict": explanation.verdict.name(),
         "evidence": explanation.evidence,
         "parts": parts_object(&moment.parts),
+        "account": explanation.account.as_ref().map(account::object),
         "categories": categories_list(moment),
         "holders": holders_list(&moment.holders.groups),
         "holders_by_line": holders_list(&moment.holders.by_line),

@@ -1,6 +1,7 @@
 //! An explanation in a few lines of prose. Every number says which bytes it counts: requested, allocated (with
 //! rounding, as PyTorch counts), reserved.
 
+use warpool::memory::report::{AccountRow, DeviceAccount};
 use warpool_trace::Category;
 use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::explain::{CategoryShare, Explanation, Holder, Moment, MomentKind, OnDevice, Verdict};
@@ -17,6 +18,7 @@ pub fn sentences(explanation: &Explanation) -> Vec<String> {
         lines.push(evidence(&explanation.evidence));
     }
     lines.push(memory(explanation));
+    lines.extend(explanation.account.as_ref().map(account));
     lines.push(kinds(moment));
     lines.push(held_by(moment));
     if let Some(growth) = &explanation.growth {
@@ -35,6 +37,30 @@ pub fn sentences(explanation: &Explanation) -> Vec<String> {
     }
     lines.retain(|line| !line.is_empty());
     lines
+}
+
+/// Whose memory it was outside the allocator: those with most, the rest together.
+fn account(account: &DeviceAccount) -> String {
+    const NAMED: usize = 5;
+    let mut rows: Vec<&AccountRow> = account.rows.iter().filter(|row| !row.is_reserved()).collect();
+    rows.sort_by_key(|row| std::cmp::Reverse(row.bytes));
+    let mut parts: Vec<String> = Vec::new();
+    for row in rows.iter().take(NAMED) {
+        parts.push(format!("{}, {}: {}", row.owner, row.what, text(row.bytes)));
+    }
+    let others: u64 = rows.iter().skip(NAMED).map(|row| row.bytes).sum();
+    if others > 0 {
+        parts.push(format!("others: {}", text(others)));
+    }
+    if let Ok(unexplained @ 1..) = u64::try_from(account.unexplained()) {
+        parts.push(format!("of nobody who is known: {}", text(unexplained)));
+    }
+    let outside = text(account.outside());
+    let total = text(account.total);
+    format!(
+        "When the recording was written, {outside} of the device's {total} were in use outside the allocator ({}).",
+        if parts.is_empty() { "nothing".to_owned() } else { parts.join("; ") }
+    )
 }
 
 /// The verdict in a few words.

@@ -1,5 +1,6 @@
 //! The tables of an explanation, and its advice, as texts: what the command prints and the page in the browser shows.
 
+use warpool::memory::report::{AccountRow, DeviceAccount};
 use warpool_trace::Category;
 use warpool_trace::explain::{Advice, CategoryShare, Change, Explanation, Fit, Holder, Moment, Parts, Proof};
 
@@ -53,6 +54,7 @@ pub fn advice_texts(explanation: &Explanation) -> Vec<AdviceText> {
 pub fn tables(explanation: &Explanation, rows: usize) -> Vec<Table> {
     let moment = explanation.moment();
     let mut tables = vec![parts_table(&moment.parts, explanation)];
+    tables.extend(explanation.account.as_ref().map(account_table));
     tables.extend(categories_table(moment));
     tables.extend(holders_tables(moment, rows));
     tables.extend(fits_table(&explanation.fits));
@@ -122,6 +124,35 @@ fn parts_table(parts: &Parts, explanation: &Explanation) -> Table {
     };
     let rows = parts.named().into_iter().filter(|&(_, bytes)| bytes > 0).map(row).collect();
     Table { title, columns: &["part", ">bytes", ">share"], rows }
+}
+
+/// Whose the memory outside the allocator was.
+fn account_table(account: &DeviceAccount) -> Table {
+    let outside = account.outside();
+    let row = |row: &AccountRow| {
+        vec![
+            row.owner.clone(),
+            row.what.clone(),
+            size::format(row.bytes),
+            percent(row.bytes, outside),
+            row.known_by.clone(),
+        ]
+    };
+    let mut rows: Vec<Vec<String>> = account.rows.iter().filter(|row| !row.is_reserved()).map(row).collect();
+    let unexplained = u64::try_from(account.unexplained()).unwrap_or(0);
+    let share = percent(unexplained, outside);
+    rows.push(vec![
+        "not known".to_owned(),
+        String::new(),
+        size::format(unexplained),
+        share,
+        account.remarks.join("; "),
+    ]);
+    Table {
+        title: "Whose it was outside the allocator, when the recording was written".to_owned(),
+        columns: &["owner", "what", ">bytes", ">share", "known by"],
+        rows,
+    }
 }
 
 fn holders_tables(moment: &Moment, rows: usize) -> Vec<Table> {

@@ -4,6 +4,8 @@ use serde_json::{Value, json};
 use warpool_trace::cards::DeviceOrigin;
 use warpool_trace::timeline::{MarkKind, Sample, Timeline};
 
+use crate::account;
+
 /// The figures of one device.
 pub fn object(timeline: &Timeline) -> Value {
     let count = |kind: MarkKind| timeline.marks.iter().filter(|mark| mark.kind == kind).count();
@@ -29,6 +31,7 @@ pub fn object(timeline: &Timeline) -> Value {
         "device_origin": explanation.device_origin.name(),
         "device_name": explanation.device_name,
         "device_assumed": explanation.device_origin == DeviceOrigin::Unknown,
+        "account": explanation.account.as_ref().map(account::object),
     })
 }
 

@@ -53,6 +53,7 @@ fn generate(library: &Path, config: &Path) -> Vec<u8> {
         "abi/elastic",
         "recorder/python",
         "abi/recorder",
+        "abi/account",
     ];
     let builder = files.iter().fold(cbindgen::Builder::new().with_config(config), |builder, file| {
         builder.with_src(library.join(format!("src/{file}.rs")))

@@ -4,6 +4,7 @@
 //! `warpool_last_error` has the reason. Functions are `unsafe` if an argument is a pointer that is followed, or a
 //! `cudaStream_t`, which the driver follows.
 
+pub mod account;
 pub mod blocks;
 pub mod checkpoints;
 pub mod device_stats;

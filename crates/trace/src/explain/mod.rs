@@ -28,7 +28,7 @@ mod verdict;
 
 use std::collections::BTreeMap;
 
-use warpool::memory::report::{Action, SegmentInfo, Snapshot};
+use warpool::memory::report::{Action, DeviceAccount, SegmentInfo, Snapshot};
 
 pub use crate::stacks::{CallSite, Frameworks};
 pub use advice::{Advice, AdviceKind, Proof};
@@ -90,6 +90,8 @@ pub struct Explanation {
     pub device_bytes_total: Option<u64>,
     /// Where that comes from.
     pub device_origin: DeviceOrigin,
+    /// Whose its memory was when the recording was written, if the recording says so.
+    pub account: Option<DeviceAccount>,
     /// The card, or those that it may be.
     pub device_name: Option<String>,
     /// Why the last failed request ran out of memory.
@@ -191,6 +193,11 @@ pub fn explain(snapshot: &Snapshot, options: &ExplainOptions<'_>) -> Result<Vec<
     Ok(explanations)
 }
 
+/// Whose memory of a device it was, if the recording says so.
+fn account_of(snapshot: &Snapshot, device: u32) -> Option<&DeviceAccount> {
+    snapshot.accounts.iter().find(|account| account.device == device)
+}
+
 /// A device without a history.
 pub(crate) fn explain_segments(
     snapshot: &Snapshot,
@@ -202,7 +209,8 @@ pub(crate) fn explain_segments(
     let mut sites = CallSites::new(&snapshot.stacks, &options.frameworks, &[]);
     let mut categories = Categories::default();
     let mut categories = BlockCategories::new(&mut categories, &[], &snapshot.stacks);
-    let parts = Parts::new(&state, None, options.capacity.unwrap_or(0), None, bytes_context());
+    let outside = account_of(snapshot, device).map_or_else(bytes_context, DeviceAccount::outside);
+    let parts = Parts::new(&state, None, options.capacity.unwrap_or(0), None, outside);
     let largest_free = largest_free(&state, None);
     let evidence = vec![format!(
         "when the snapshot was taken, {} were reserved, {} of them allocated, and the largest free block had {}",
@@ -232,6 +240,7 @@ pub(crate) fn explain_segments(
         device,
         device_bytes_total: total,
         device_origin: origin,
+        account: account_of(snapshot, device).cloned(),
         device_name: name,
         verdict: Verdict::Unknown,
         evidence,
@@ -309,6 +318,7 @@ pub(crate) fn explain_device(
         device: replay.device(),
         device_bytes_total: device.memory.bytes_total,
         device_origin: device.memory.origin,
+        account: account_of(snapshot, replay.device()).cloned(),
         device_name: device.memory.name.clone(),
         verdict: judgement.verdict,
         evidence: judgement.evidence.clone(),

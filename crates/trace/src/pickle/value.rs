@@ -39,6 +39,8 @@ pub(crate) enum DictKind {
     Settings,
     Divisions,
     Annotation,
+    /// A row of an account, in snapshots of Warpool.
+    Account,
     /// Not a known part of a snapshot; its content is dropped.
     Skipped,
 }
@@ -54,6 +56,8 @@ pub(crate) enum ListKind {
     Trace,
     Frames,
     Annotations,
+    /// Rows of accounts.
+    Account,
     /// A pool id as a list of two numbers: a tuple after a round trip through JSON.
     Pool,
     /// Not a known part of a snapshot; its content is dropped.

@@ -3,6 +3,7 @@
 
 use warpool::memory::report::{RecordedSettings, SegmentInfo, Snapshot, Texts};
 
+use super::accounts::{self, AccountDraft};
 use super::annotations::{self, AnnotationDraft};
 use super::entries::Entries;
 use super::fields::RecordedFields;
@@ -27,6 +28,7 @@ pub(crate) struct Builder {
     settings: Vec<RecordedSettings>,
     divisions: Vec<Divisions>,
     annotations: Vec<AnnotationDraft>,
+    accounts: Vec<AccountDraft>,
     root: RootDraft,
     fields: RecordedFields,
     budget: Budget,
@@ -41,6 +43,7 @@ struct RootDraft {
     host_trace: Option<u32>,
     settings: Option<u32>,
     annotations: Vec<u32>,
+    accounts: Vec<u32>,
 }
 
 impl Builder {
@@ -55,6 +58,7 @@ impl Builder {
             settings: Vec::new(),
             divisions: Vec::new(),
             annotations: Vec::new(),
+            accounts: Vec::new(),
             root: RootDraft::default(),
             fields: RecordedFields::ALL,
             budget: budget.clone(),
@@ -95,6 +99,7 @@ impl Builder {
             DictKind::Settings => add(budget, &mut self.settings, RecordedSettings::default()),
             DictKind::Divisions => add(budget, &mut self.divisions, Vec::new()),
             DictKind::Annotation => add(budget, &mut self.annotations, AnnotationDraft::default()),
+            DictKind::Account => add(budget, &mut self.accounts, AccountDraft::default()),
             DictKind::Root | DictKind::Skipped => Ok(0),
         }
     }
@@ -148,6 +153,7 @@ impl Builder {
             return Err(Invalid::new("the key `segments` is missing: this pickle is not a memory snapshot"));
         };
         let annotations = annotations::complete(&self.root.annotations, &self.annotations, &self.texts, &self.budget)?;
+        let accounts = accounts::complete(&self.root.accounts, &self.accounts, &self.texts, &self.budget)?;
         let mut fields = self.fields;
         fields.traces = self.root.traces.is_some();
         fields.times = self.entries.all_have_time();
@@ -168,6 +174,7 @@ impl Builder {
             annotations,
             host_segments: self.root.host_segments.take(),
             host_traces,
+            accounts,
             texts: Texts::default(),
             stacks: Vec::new(),
         };
@@ -186,6 +193,7 @@ impl Builder {
             DictKind::BlockHistory => self.block_histories[index].set(keyword, value, &mut self.lists),
             DictKind::Frame => self.lists.stacks.set(number, keyword, value),
             DictKind::Annotation => self.annotations[index].set(keyword, value),
+            DictKind::Account => self.accounts[index].set(keyword, value),
             DictKind::Settings => {
                 let Self { settings, texts, divisions, budget, .. } = self;
                 settings::set(&mut settings[index], keyword, value, texts, divisions, budget)
@@ -215,10 +223,13 @@ impl Builder {
             (Some(Keyword::ExternalAnnotations), Value::List(ListKind::Annotations, list)) => {
                 root.annotations = lists.annotations[list as usize].take()?;
             }
+            (Some(Keyword::WarpoolAccount), Value::List(ListKind::Account, list)) => {
+                root.accounts = lists.accounts[list as usize].take()?;
+            }
             (Some(Keyword::Segments), _) if lists.is_empty_list(value) => root.segments = Some(Vec::new()),
             (Some(Keyword::HostSegments), _) if lists.is_empty_list(value) => root.host_segments = Some(Vec::new()),
             (Some(Keyword::DeviceTraces), _) if lists.is_empty_list(value) => root.traces = Some(Vec::new()),
-            (Some(Keyword::ExternalAnnotations), _) if lists.is_empty_list(value) => {}
+            (Some(Keyword::ExternalAnnotations | Keyword::WarpoolAccount), _) if lists.is_empty_list(value) => {}
             // Without a host allocator these are None.
             (Some(Keyword::HostSegments | Keyword::HostTraces), Value::None) => {}
             (
@@ -227,6 +238,7 @@ impl Builder {
                     | Keyword::DeviceTraces
                     | Keyword::AllocatorSettings
                     | Keyword::ExternalAnnotations
+                    | Keyword::WarpoolAccount
                     | Keyword::HostSegments
                     | Keyword::HostTraces,
                 ),
@@ -273,6 +285,7 @@ impl Builder {
             (ListKind::Annotations, Value::Dict(DictKind::Annotation, annotation)) => {
                 lists.annotations[index].push(budget, annotation)
             }
+            (ListKind::Account, Value::Dict(DictKind::Account, row)) => lists.accounts[index].push(budget, row),
             (ListKind::Pool, number) => lists.pools[index].push(number),
             _ => Err(Invalid::container(value)),
         }

@@ -22,6 +22,7 @@ pub(super) struct Lists {
     pub(super) trace_lists: Vec<OwnedList<u32>>,
     pub(super) traces: Vec<EntryList>,
     pub(super) annotations: Vec<OwnedList<u32>>,
+    pub(super) accounts: Vec<OwnedList<u32>>,
     pub(super) pools: Vec<PoolList>,
     pub(super) budget: Budget,
 }
@@ -36,6 +37,7 @@ impl Lists {
             trace_lists: Vec::new(),
             traces: Vec::new(),
             annotations: Vec::new(),
+            accounts: Vec::new(),
             pools: Vec::new(),
             budget: budget.clone(),
         }
@@ -52,6 +54,7 @@ impl Lists {
             ListKind::Trace => add(budget, &mut self.traces, EntryList::default()),
             ListKind::Frames => self.stacks.open_list(),
             ListKind::Annotations => add(budget, &mut self.annotations, OwnedList::new()),
+            ListKind::Account => add(budget, &mut self.accounts, OwnedList::new()),
             ListKind::Pool => add(budget, &mut self.pools, PoolList::default()),
             ListKind::Skipped => Ok(0),
         }
@@ -67,6 +70,7 @@ impl Lists {
             ListKind::Trace => self.traces[index].length,
             ListKind::Frames => self.stacks.list_length(number),
             ListKind::Annotations => self.annotations[index].items.len(),
+            ListKind::Account => self.accounts[index].items.len(),
             ListKind::Pool => self.pools[index].length,
             ListKind::Skipped => 0,
         }

@@ -1,5 +1,6 @@
 //! Memory snapshots of PyTorch: built from the values of a pickle, and written.
 
+mod accounts;
 mod annotations;
 mod builder;
 mod convert;

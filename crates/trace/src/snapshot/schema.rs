@@ -28,6 +28,7 @@ keywords! {
     ExternalAnnotations "external_annotations"
     HostSegments "host_segments"
     HostTraces "host_traces"
+    WarpoolAccount "warpool_account"
 
     Device "device"
     Address "address"
@@ -64,6 +65,14 @@ keywords! {
     Filename "filename"
     Line "line"
     Stage "stage"
+
+    TotalBytes "total_bytes"
+    UsedBytes "used_bytes"
+    Owner "owner"
+    What "what"
+    Bytes "bytes"
+    KnownBy "known_by"
+    Remark "remark"
 
     Conf "PYTORCH_CUDA_ALLOC_CONF"
     MaxSplitSize "max_split_size"
@@ -133,6 +142,7 @@ pub(crate) fn list_in(dict: DictKind, key: Option<Keyword>) -> ListKind {
         (DictKind::Root, Some(Keyword::DeviceTraces)) => ListKind::Traces,
         (DictKind::Root, Some(Keyword::HostTraces)) => ListKind::Trace,
         (DictKind::Root, Some(Keyword::ExternalAnnotations)) => ListKind::Annotations,
+        (DictKind::Root, Some(Keyword::WarpoolAccount)) => ListKind::Account,
         (DictKind::Segment, Some(Keyword::Blocks)) => ListKind::Blocks,
         (DictKind::Block, Some(Keyword::History)) => ListKind::BlockHistory,
         (DictKind::Segment, Some(Keyword::SegmentPoolId)) => ListKind::Pool,
@@ -148,7 +158,8 @@ pub(crate) fn reads_text(dict: DictKind, key: Option<Keyword>, keeps_stacks: boo
     match (dict, key) {
         (DictKind::Entry, Some(Keyword::CompileContext | Keyword::UserMetadata | Keyword::Action))
         | (DictKind::Settings, Some(Keyword::Conf))
-        | (DictKind::Annotation, Some(Keyword::Name | Keyword::Stage)) => true,
+        | (DictKind::Annotation, Some(Keyword::Name | Keyword::Stage))
+        | (DictKind::Account, Some(Keyword::Owner | Keyword::What | Keyword::KnownBy | Keyword::Remark)) => true,
         // In any dict: stacks are shared, and so are their texts.
         (_, Some(Keyword::Name | Keyword::Filename)) => keeps_stacks,
         _ => false,
@@ -164,6 +175,7 @@ pub(crate) fn dict_of(list: ListKind) -> DictKind {
         ListKind::Trace => DictKind::Entry,
         ListKind::Frames => DictKind::Frame,
         ListKind::Annotations => DictKind::Annotation,
+        ListKind::Account => DictKind::Account,
         ListKind::Traces | ListKind::Pool | ListKind::Skipped => DictKind::Skipped,
     }
 }

@@ -7,7 +7,7 @@ use std::io::{self, BufWriter, Write};
 
 use warpool::memory::MemPoolId;
 use warpool::memory::report::{
-    Action, Annotation, BlockInfo, RecordedSettings, SegmentInfo, Snapshot, StackId, TraceEntry,
+    Action, Annotation, BlockInfo, DeviceAccount, RecordedSettings, SegmentInfo, Snapshot, StackId, TraceEntry,
 };
 
 use super::schema::Keyword;
@@ -47,6 +47,7 @@ struct Pickler<'s, W: Write> {
 }
 
 /// The value of a field.
+#[derive(Clone, Copy)]
 enum Value<'s> {
     Int(i128),
     Bool(bool),
@@ -76,7 +77,41 @@ impl<'s, W: Write> Pickler<'s, W> {
             self.key(Keyword::HostTraces)?;
             self.list(trace, Self::entry)?;
         }
+        if !snapshot.accounts.is_empty() {
+            self.key(Keyword::WarpoolAccount)?;
+            self.accounts(&snapshot.accounts)?;
+        }
         self.end_dict()
+    }
+
+    /// Rows, each with its device, in one list: readers that do not know it see plain dicts.
+    fn accounts(&mut self, accounts: &'s [DeviceAccount]) -> io::Result<()> {
+        self.out.write_all(&[op::EMPTY_LIST, op::MARK])?;
+        for account in accounts {
+            let of_device = [
+                (Keyword::Device, Value::Int(account.device.into())),
+                (Keyword::TotalBytes, Value::Int(account.total.into())),
+                (Keyword::UsedBytes, Value::Int(account.used.into())),
+            ];
+            for row in &account.rows {
+                self.begin_dict()?;
+                self.fields(of_device)?;
+                self.fields([
+                    (Keyword::Owner, Value::Text(&row.owner)),
+                    (Keyword::What, Value::Text(&row.what)),
+                    (Keyword::Bytes, Value::Int(row.bytes.into())),
+                    (Keyword::KnownBy, Value::Text(&row.known_by)),
+                ])?;
+                self.end_dict()?;
+            }
+            for remark in &account.remarks {
+                self.begin_dict()?;
+                self.fields(of_device)?;
+                self.fields([(Keyword::Remark, Value::Text(remark))])?;
+                self.end_dict()?;
+            }
+        }
+        self.out.write_all(&[op::APPENDS])
     }
 
     fn segment(&mut self, segment: &'s SegmentInfo) -> io::Result<()> {

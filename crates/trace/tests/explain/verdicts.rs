@@ -1,6 +1,6 @@
 //! Verdicts, on one program for each case.
 
-use warpool::memory::report::Snapshot;
+use warpool::memory::report::{AccountRow, DeviceAccount, Snapshot};
 use warpool_trace::explain::{Change, ExplainOptions, Explanation, Verdict, explain};
 
 use crate::common::recording;
@@ -128,4 +128,32 @@ fn nothing_is_said_about_the_rest_of_a_device_of_unknown_size() {
     let known = ExplainOptions { capacity: Some(150_109_880_320), ..quick() };
     let explanation = explained(&program::outside(), &known);
     assert!(!explanation.remarks.iter().any(|remark| remark.contains("--capacity")), "{:?}", explanation.remarks);
+}
+
+/// What an account says about the time of the recording counts where the state is of that time.
+#[test]
+fn an_account_is_part_of_the_explanation() {
+    let mut snapshot = program::outside();
+    assert_eq!(explained(&snapshot, &on_h200()).account, None);
+    let row = |owner: &str, what: &str, bytes| AccountRow {
+        owner: owner.to_owned(),
+        what: what.to_owned(),
+        bytes,
+        ..AccountRow::default()
+    };
+    let account = DeviceAccount {
+        device: 0,
+        total: 150_109_880_320,
+        used: 100 * GIB,
+        rows: vec![row("the allocator", "reserved", 9 * GIB), row("the allocator", "beyond what it has reserved", GIB)],
+        remarks: vec![],
+    };
+    snapshot.accounts = vec![DeviceAccount { device: 7, ..account.clone() }, account.clone()];
+    let explanation = explained(&snapshot, &on_h200());
+    assert_eq!((explanation.account.as_ref(), account.outside()), (Some(&account), 91 * GIB));
+    assert_eq!(account.unexplained(), 90 * GIB as i64);
+    // With a history its own figures count: the device was full then.
+    assert_eq!(explanation.moment().parts, explained(&program::outside(), &on_h200()).moment().parts);
+    snapshot.traces.clear();
+    assert_eq!(explained(&snapshot, &on_h200()).moment().parts.outside, 91 * GIB);
 }

@@ -94,6 +94,7 @@ fn expected() -> Snapshot {
         annotations: vec![Annotation { name: "step".into(), stage: "START".into(), device: 0, time_us: 17 }],
         host_segments: Some(vec![]),
         host_traces: Some(vec![entry(Action::Alloc, BASE + 128 * MIB, 4096, 0, 18)]),
+        accounts: vec![],
         texts,
         stacks,
     }

@@ -5,9 +5,9 @@
 //! # use warpool::driver::sim::{SimConfig, SimDriver};
 //! # use warpool::prelude::*;
 //! use warpool::memory::report::{
-//!     Action, Annotation, Frame, HistoryEntry, HistoryOptions, ObserverId, OomObserver, PageStats, PageTotals,
-//!     PinnedCapReport, PressureCallback, RangeChange, RangeEvent, RangeObserver, Snapshot, SnapshotOptions, Stack,
-//!     StackHook, StackLevel, TraceEntry, Tracker,
+//!     AccountRow, Action, Annotation, DeviceAccount, Frame, HistoryEntry, HistoryOptions, ObserverId, OomObserver,
+//!     PageStats, PageTotals, PinnedCapReport, PressureCallback, RangeChange, RangeEvent, RangeObserver, Snapshot,
+//!     SnapshotOptions, Stack, StackHook, StackLevel, TraceEntry, Tracker,
 //!     TrimHook, Usage, UsagePart, pop_compile_context, push_compile_context, set_user_metadata,
 //! };
 //! use warpool::memory::PagedAllocator;
@@ -63,6 +63,13 @@
 //! let annotations: &[Annotation] = &snapshot.annotations; // of PyTorch's profiler, in its files
 //! assert!(annotations.is_empty());
 //!
+//! // Whose the rest of a device's memory is; recorders that know it add it to the snapshot.
+//! let (owner, what) = (AccountRow::ALLOCATOR.to_owned(), AccountRow::RESERVED.to_owned());
+//! let row = AccountRow { owner, what, bytes: 2 << 20, ..AccountRow::default() };
+//! let account = DeviceAccount { used: 9 << 20, rows: vec![row], ..DeviceAccount::default() };
+//! assert_eq!((account.outside(), account.unexplained()), (7 << 20, 7 << 20));
+//! assert!(snapshot.accounts.is_empty());
+//!
 //! // What the pages of a paged allocator are used for.
 //! let paged = Arc::new(PagedAllocator::new(&instance, Settings::default())?);
 //! let block = paged.allocate(1 << 20, &stream)?;
@@ -87,6 +94,7 @@
 //! # }
 //! ```
 
+mod account;
 mod entry;
 mod history;
 mod observers;
@@ -101,6 +109,7 @@ mod usage;
 
 pub use super::allocation::SnapshotOptions;
 pub use crate::error::{OomCause, OomReport, PageShortage, PinnedCapReport};
+pub use account::{AccountRow, DeviceAccount};
 pub use entry::{HistoryEntry, Stack};
 pub use history::{HistoryOptions, StackLevel};
 pub(crate) use history::{SharedHistory, StackIds};

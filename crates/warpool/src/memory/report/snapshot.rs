@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use warpool_driver::DeviceId;
 
+use super::account::DeviceAccount;
 use crate::memory::MemPoolId;
 
 /// The number of the host in snapshots.
@@ -29,6 +30,8 @@ pub struct Snapshot {
     pub host_segments: Option<Vec<SegmentInfo>>,
     /// The history of pinned host memory; `None` if unknown.
     pub host_traces: Option<Vec<TraceEntry>>,
+    /// Whose the memory of each device was; empty if unknown. Not in PyTorch's files.
+    pub accounts: Vec<DeviceAccount>,
     /// The texts that entries refer to.
     pub texts: Texts,
     /// The call stacks that entries, blocks and segments refer to.
