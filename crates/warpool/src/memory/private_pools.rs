@@ -46,6 +46,12 @@ pub trait Upstream: Send + Sync {
     /// Frees memory that [`allocate`](Self::allocate) returned. Work of its stream that uses it may still run. After an
     /// error the pool keeps the memory, and retries the free later.
     fn free(&self, ptr: DevicePtr, bytes: u64, device: DeviceId, stream: StreamId) -> Result<()>;
+
+    /// Whether a pool in use gives it free segments before a request would run out of memory, unless captures allocated
+    /// from the pool. Otherwise a pool keeps what it has until it is released.
+    fn takes_free_segments(&self) -> bool {
+        false
+    }
 }
 
 /// Which requests go to a pool.

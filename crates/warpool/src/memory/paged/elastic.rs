@@ -264,6 +264,9 @@ impl PagedAllocator {
             device.counts.retries.fetch_add(1, Ordering::Relaxed);
             segments::release(device, MemPoolId::DEFAULT, 0, details)?;
             outcome = attempt(true);
+            if matches!(outcome, Err(Failed::OutOfMemory(_))) && device.release_tagged(details)? > 0 {
+                outcome = attempt(true);
+            }
         }
         if let Err(Failed::OutOfMemory(why)) = outcome
             && wait(why, true)?.is_some()

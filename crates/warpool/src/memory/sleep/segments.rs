@@ -409,4 +409,8 @@ impl Upstream for TagSegments {
         self.collect();
         Ok(())
     }
+
+    fn takes_free_segments(&self) -> bool {
+        true
+    }
 }
