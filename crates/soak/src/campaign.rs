@@ -2,7 +2,7 @@
 
 use crate::context::Context;
 use crate::device::{self, Mix};
-use crate::{elastic, host, lifetime, placement, recordings, replays, sleep, streams, threads, typed};
+use crate::{elastic, host, lifetime, placement, recordings, replays, share, sleep, streams, threads, typed};
 
 /// A kind of programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -35,15 +35,18 @@ pub enum Campaign {
     Replays,
     /// Elastic memory beside ordinary requests, with graphs over it, on a device of few pages.
     Elastic,
+    /// Several allocators that share one card, start, end and are killed, at every step of each other's calls.
+    Share,
 }
 
 impl Campaign {
     /// All of them.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Device,
         Self::Placement,
         Self::Pages,
         Self::Elastic,
+        Self::Share,
         Self::Captures,
         Self::Replays,
         Self::Streams,
@@ -67,6 +70,7 @@ impl Campaign {
             Self::Placement => "placement",
             Self::Pages => "pages",
             Self::Elastic => "elastic",
+            Self::Share => "share",
             Self::Replays => "replays",
             Self::Host => "host",
             Self::Threads => "threads",
@@ -98,6 +102,7 @@ impl Campaign {
             Self::Placement => placement::run(context),
             Self::Pages => device::run(context, Mix::Pages),
             Self::Elastic => elastic::run(context),
+            Self::Share => share::run(context),
             Self::Replays => replays::run(context),
             Self::Host => host::run(context),
             Self::Threads => threads::run(context),

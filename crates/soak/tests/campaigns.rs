@@ -61,6 +61,12 @@ fn elastic_memory_has_the_contents_of_a_model() {
 }
 
 #[test]
+fn processes_that_share_a_card_never_have_more_than_it_has() {
+    let kinds = ["faults", "out of memory", "started", "ended", "killed", "killed in a call", "in another call"];
+    find_nothing(Campaign::Share, 100, &[&kinds[..], &["given", "decayed or given", "commit", "all"]].concat());
+}
+
+#[test]
 fn captured_work_leaves_what_it_would_leave_without_a_graph() {
     let kinds = ["captures", "failed captures", "replays", "reset", "product", "random numbers", "body"];
     find_nothing(Campaign::Replays, 200, &[&kinds[..], &["other thread", "ended by another thread"]].concat());

@@ -123,7 +123,10 @@ impl PagedDevice {
                 }
             }
         }
-        let outcome = outcome.and_then(|()| Ok(self.order(elastic.range.stream, stream)?));
+        let outcome = outcome.and_then(|()| match Defect::CommitIgnoresStream.is_on() {
+            true => Ok(()),
+            false => Ok(self.order(elastic.range.stream, stream)?),
+        });
         if outcome.is_err() {
             elastic.blocks.undo(&change);
             if Defect::FailedCommitKeepsSlots.is_on() {
@@ -294,7 +297,9 @@ impl PagedAllocator {
         [stream, range.stream].into_iter().try_for_each(|stream| device.expect_not_capturing(stream))?;
         let mut elastic = lock(&elastic);
         elastic.expect_usable(though_asleep)?;
-        device.order(stream, elastic.range.stream)?;
+        if !Defect::DecommitIgnoresStream.is_on() {
+            device.order(stream, elastic.range.stream)?;
+        }
         let change = elastic.blocks.decommit(blocks);
         device.report_decommitted(&elastic, &change);
         device.free_slots(&mut elastic, change.slots.into_iter().flatten(), Fences::Now, details);

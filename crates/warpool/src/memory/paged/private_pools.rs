@@ -131,6 +131,8 @@ impl SleepingPoolOwner for PagedAllocator {
         }
         pools.sleeping.set(pool, asleep);
         table.bytes_asleep = pools.sleeping.bytes();
+        drop(pools);
+        device.will_hold(table.bytes_held());
         Ok(true)
     }
 }
