@@ -56,7 +56,7 @@ fn no_page_is_shared_by_two_owners() {
 
 #[test]
 fn elastic_memory_has_the_contents_of_a_model() {
-    let kinds = ["faults", "out of memory", "captures", "replays", "commit", "commit failed", "headroom"];
+    let kinds = ["faults", "out of memory", "captures", "replays", "commit", "commit failed", "headroom", "decay"];
     find_nothing(Campaign::Elastic, 150, &kinds);
 }
 
