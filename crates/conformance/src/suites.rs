@@ -25,6 +25,7 @@ pub const SUITES: &[Suite] = &[
     Suite::new("allocator", Level::Resources, resources::allocator::CHECKS),
     Suite::new("paged", Level::Resources, resources::paged::CHECKS),
     Suite::new("elastic", Level::Resources, resources::elastic::CHECKS),
+    Suite::new("share", Level::Resources, resources::share::CHECKS),
     Suite::new("sleep", Level::Resources, resources::sleep::CHECKS),
     Suite::new("stable", Level::Resources, resources::stable::CHECKS),
     Suite::new("contents", Level::Resources, resources::contents::CHECKS),

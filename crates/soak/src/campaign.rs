@@ -2,7 +2,9 @@
 
 use crate::context::Context;
 use crate::device::{self, Mix};
-use crate::{elastic, host, lifetime, placement, recordings, registered, replays, sleep, streams, threads, typed};
+use crate::{
+    elastic, host, lifetime, placement, recordings, registered, replays, share, sleep, streams, threads, typed,
+};
 
 /// A kind of programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -37,16 +39,19 @@ pub enum Campaign {
     Elastic,
     /// Memory of stable and other pools that is written through registrations.
     Registered,
+    /// Several allocators that share one card, start, end and are killed, at every step of each other's calls.
+    Share,
 }
 
 impl Campaign {
     /// All of them.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Device,
         Self::Placement,
         Self::Pages,
         Self::Elastic,
         Self::Registered,
+        Self::Share,
         Self::Captures,
         Self::Replays,
         Self::Streams,
@@ -71,6 +76,7 @@ impl Campaign {
             Self::Pages => "pages",
             Self::Elastic => "elastic",
             Self::Registered => "registered",
+            Self::Share => "share",
             Self::Replays => "replays",
             Self::Host => "host",
             Self::Threads => "threads",
@@ -103,6 +109,7 @@ impl Campaign {
             Self::Pages => device::run(context, Mix::Pages),
             Self::Elastic => elastic::run(context),
             Self::Registered => registered::run(context),
+            Self::Share => share::run(context),
             Self::Replays => replays::run(context),
             Self::Host => host::run(context),
             Self::Threads => threads::run(context),

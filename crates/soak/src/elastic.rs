@@ -1,15 +1,18 @@
 //! Elastic memory beside ordinary requests, on a device of few pages: commits take pages of other heaps, requests take
 //! those of blocks that were decommitted, while driver calls fail. Graphs that were captured over a range are replayed
-//! while the blocks that they use are committed. A naive model has the contents of every block.
+//! while the blocks that they use are committed. Pools come and go, limits change, and in some programs idle pages decay.
+//! A naive model has the contents of every block.
 //!
 //! The programs are correct: a stream that uses a range waits for the one that used it before.
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use warpool::driver::DevicePtr;
 use warpool::graph::{CaptureOptions, Graph, GraphOptions};
 use warpool::memory::elastic::{ElasticLayout, ElasticRange};
+use warpool::memory::pools::PoolOptions;
 use warpool::memory::raw::{Allocation, Request};
 use warpool::memory::{DeviceAllocator, MemPoolId, PagedAllocator, Settings};
 use warpool::{Error, Stream};
@@ -19,6 +22,7 @@ use crate::machine::{Machine, Outcome, device_id};
 
 const STREAMS: usize = 3;
 const RANGES: usize = 4;
+const POOLS: usize = 2;
 const MIB: u64 = 1 << 20;
 
 struct Run<'a> {
@@ -29,6 +33,9 @@ struct Run<'a> {
     ranges: Vec<Elastic>,
     /// Ordinary blocks, with their tags and streams.
     blocks: Vec<(Allocation, u32, usize)>,
+    pools: Vec<MemPoolId>,
+    capacity: u64,
+    limit: Option<u64>,
     next_tag: u32,
 }
 
@@ -57,12 +64,14 @@ pub fn run(context: &mut Context) {
         config.track_suballocations = is_told;
         config.devices[0].properties.bytes_total = capacity;
     });
-    let paged = Arc::new(PagedAllocator::new(&machine.instance, Settings::default()).unwrap());
+    // Memory is idle after a millisecond of virtual time.
+    let settings = Settings { idle_decay_ms: context.rng.one_in(2).then_some(1), ..Settings::default() };
+    let paged = Arc::new(PagedAllocator::new(&machine.instance, settings).unwrap());
     let (medium, large) = context.rng.pick(&[(u64::MAX, u64::MAX), (0, u64::MAX), (0, 0)]);
     paged.set_page_sizes(medium, large);
     context.step(format!("{capacity} bytes"));
-    let (allocator, ranges, blocks) = (paged.clone(), Vec::new(), Vec::new());
-    let mut run = Run { context, machine, paged, allocator, ranges, blocks, next_tag: 0 };
+    let (allocator, ranges, blocks, pools) = (paged.clone(), Vec::new(), Vec::new(), Vec::new());
+    let mut run = Run { context, machine, paged, allocator, ranges, blocks, pools, capacity, limit: None, next_tag: 0 };
     for _ in 0..40 + run.context.rng.below(100) {
         run.step();
         run.machine.check_hazards();
@@ -85,7 +94,7 @@ impl Elastic {
 
 impl Run<'_> {
     fn step(&mut self) {
-        match self.context.rng.below(28) {
+        match self.context.rng.below(34) {
             0..2 => self.reserve(),
             2 if self.ranges.len() > 1 => self.release(),
             3..9 => self.commit(),
@@ -104,10 +113,42 @@ impl Run<'_> {
                 let (stream, pause) = (self.context.rng.below(STREAMS), self.context.rng.one_in(2));
                 self.machine.pause_or_resume(self.machine.stream(0, stream), pause);
             }
+            27..30 => self.decay(),
+            30 => {
+                let limit = self.context.rng.one_in(2).then(|| self.context.rng.u64_in(1..=4) * self.capacity / 4);
+                self.context.step(format!("at most {limit:?}"));
+                self.paged.set_memory_cap(device_id(0), limit).unwrap();
+                self.limit = limit;
+            }
+            31 => self.change_pools(),
             _ => {
                 let stream = self.context.rng.below(STREAMS);
                 self.machine.wait_for(self.machine.stream(0, stream));
             }
+        }
+    }
+
+    fn decay(&mut self) {
+        let micros = self.context.rng.pick(&[50, 200, 2000]);
+        self.context.step(format!("after {micros} us idle pages are released"));
+        self.machine.sim.pass_time(Duration::from_micros(micros));
+        let paged = &self.paged;
+        if matches!(self.machine.call(self.context, || paged.release_idle(device_id(0))), Outcome::Done(1..)) {
+            self.context.made("decay");
+        }
+    }
+
+    /// Makes a pool, or releases one, in which blocks may be live.
+    fn change_pools(&mut self) {
+        let pools = self.allocator.pools().unwrap();
+        if self.pools.len() < POOLS {
+            let pool = pools.create_pool(device_id(0), PoolOptions::default()).unwrap();
+            self.context.step(format!("pool {pool}"));
+            self.pools.push(pool);
+        } else {
+            let pool = self.pools.swap_remove(self.context.rng.below(POOLS));
+            self.context.step(format!("release pool {pool}"));
+            pools.release_pool(device_id(0), pool).unwrap();
         }
     }
 
@@ -234,8 +275,11 @@ impl Run<'_> {
         let stream = self.context.rng.below(STREAMS);
         let bytes = self.context.rng.pick(&[1000, MIB, 3 * MIB, 10 * MIB, 30 * MIB]);
         self.context.step(format!("allocate {bytes} on stream {stream}"));
-        let (allocator, request) =
-            (&self.allocator, Request::new(device_id(0), self.machine.stream(0, stream).id(), bytes));
+        let mut request = Request::new(device_id(0), self.machine.stream(0, stream).id(), bytes);
+        if !self.pools.is_empty() && self.context.rng.one_in(3) {
+            request = request.in_pool(self.context.rng.pick(&self.pools));
+        }
+        let allocator = &self.allocator;
         let outcome = self.machine.call(self.context, || allocator.allocate_raw(request));
         if let Outcome::Done(allocation) = outcome {
             self.context.counts.allocations += 1;
@@ -301,8 +345,12 @@ impl Run<'_> {
         self.check_block(at, block);
     }
 
-    /// What is said to be there can be had.
+    /// What is said to be there can be had. Not what is above a limit that was lowered, if it may decay meanwhile.
     fn check_headroom(&mut self) {
+        let reserved = self.paged.page_stats(device_id(0)).unwrap().reserved_bytes;
+        if self.paged.settings().idle_decay_ms.is_some() && self.limit.is_some_and(|limit| reserved > limit) {
+            return;
+        }
         let (ranges, stream) = (self.allocator.elastic().unwrap(), self.machine.stream(0, 0).id());
         let slots = ranges.headroom(device_id(0)).unwrap() / (2 * MIB);
         self.context.step(format!("headroom: {slots} slots"));
@@ -323,6 +371,8 @@ impl Run<'_> {
         while !self.blocks.is_empty() {
             self.free();
         }
+        let pools = self.allocator.pools().unwrap();
+        self.pools.iter().for_each(|&pool| pools.release_pool(device_id(0), pool).unwrap());
         self.machine.synchronize();
         self.machine.check_contents();
         self.machine.check_hazards();

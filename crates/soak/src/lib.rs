@@ -43,6 +43,7 @@ mod replays;
 mod resident;
 mod rng;
 mod runner;
+mod share;
 mod sleep;
 mod steps;
 mod streams;

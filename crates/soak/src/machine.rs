@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use warpool::driver::decorate::{FaultPlan, Faulty};
 use warpool::driver::sim::{Hazard, HazardKind, Latencies, ObjectCounts, SimConfig, SimDriver};
 use warpool::driver::{
-    Call, CaptureState, Captures as _, DeviceId, DevicePtr, Devices as _, ErrorCode, EventOptions, EventScope,
+    Call, CaptureState, Captures as _, DeviceId, DevicePtr, Devices as _, Driver, ErrorCode, EventOptions, EventScope,
     Events as _, Memory as _, StreamOptions, Streams as _,
 };
 use warpool::graph::Graph;
@@ -108,6 +108,17 @@ impl Machine {
 
     /// The same, with settings of the simulation that `change` has changed.
     pub fn with(context: &Context, devices: u32, streams: usize, change: impl FnOnce(&mut SimConfig)) -> Self {
+        Self::decorated(context, devices, streams, change, |sim| sim)
+    }
+
+    /// The same; the code under test calls the simulation through what `decorate` makes of it.
+    pub fn decorated(
+        context: &Context,
+        devices: u32,
+        streams: usize,
+        change: impl FnOnce(&mut SimConfig),
+        decorate: impl FnOnce(Arc<SimDriver>) -> Arc<dyn Driver>,
+    ) -> Self {
         let mut rng = Rng::new(context.seed ^ 0x5eed);
         let capacity = rng.pick(&[150, 300, 1000, 4000]) * MIB;
         let mut config = SimConfig::default().with_seed(context.seed).with_devices(devices).with_capacity(capacity);
@@ -119,7 +130,7 @@ impl Machine {
         change(&mut config);
         let sim = Arc::new(SimDriver::new(config));
         let start = sim.object_counts();
-        let faulty = Arc::new(Faulty::new(sim.clone(), FaultPlan::new()));
+        let faulty = Arc::new(Faulty::new(decorate(sim.clone()), FaultPlan::new()));
         let instance = Instance::new(faulty.clone()).unwrap();
         let (mut leases, mut tags, mut all) = (Vec::new(), Vec::new(), Vec::new());
         for device in instance.devices() {

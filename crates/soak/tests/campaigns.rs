@@ -56,7 +56,7 @@ fn no_page_is_shared_by_two_owners() {
 
 #[test]
 fn elastic_memory_has_the_contents_of_a_model() {
-    let kinds = ["faults", "out of memory", "captures", "replays", "commit", "commit failed", "headroom"];
+    let kinds = ["faults", "out of memory", "captures", "replays", "commit", "commit failed", "headroom", "decay"];
     find_nothing(Campaign::Elastic, 150, &kinds);
 }
 
@@ -64,6 +64,12 @@ fn elastic_memory_has_the_contents_of_a_model() {
 fn registrations_follow_memory_and_stable_memory_stays() {
     let kinds = ["faults", "out of memory", "send", "stable send", "stable segment", "trim", "pool replaced"];
     find_nothing(Campaign::Registered, 150, &kinds);
+}
+
+#[test]
+fn processes_that_share_a_card_never_have_more_than_it_has() {
+    let kinds = ["faults", "out of memory", "started", "ended", "killed", "killed in a call", "in another call"];
+    find_nothing(Campaign::Share, 100, &[&kinds[..], &["given", "decayed or given", "commit", "all"]].concat());
 }
 
 #[test]

@@ -55,7 +55,7 @@ fn programs_of_every_campaign_find_nothing() {
     let rows = rows("soak --programs 4 --seed 3 --json", 0);
     let (summary, campaigns) = rows.split_last().unwrap();
     let named: Vec<&str> = campaigns.iter().map(|row| row["campaign"].as_str().unwrap()).collect();
-    let of_memory = ["device", "placement", "pages", "elastic", "registered", "captures", "replays"];
+    let of_memory = ["device", "placement", "pages", "elastic", "registered", "share", "captures", "replays"];
     assert_eq!(
         named,
         [&of_memory[..], &["streams", "typed", "sleep", "host", "threads", "lifetime", "recordings"]].concat()
@@ -85,7 +85,7 @@ fn programs_without_threads_do_the_same_in_every_run() {
         let rows = rows(arguments, 0);
         COUNTS.map(|key| rows[0][key].as_u64())
     };
-    for campaign in ["device", "placement", "pages", "captures", "replays", "sleep", "host", "recordings"] {
+    for campaign in ["device", "placement", "pages", "share", "captures", "replays", "sleep", "host", "recordings"] {
         let arguments = format!("soak --programs 3 --seed 11 --campaign {campaign} --json");
         assert_eq!(counts(&arguments), counts(&arguments), "{campaign}");
     }

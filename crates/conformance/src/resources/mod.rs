@@ -15,6 +15,7 @@ pub(crate) mod handles;
 mod helpers;
 pub(crate) mod paged;
 pub(crate) mod pinned;
+pub(crate) mod share;
 pub(crate) mod sleep;
 pub(crate) mod stable;
 pub(crate) mod streams;

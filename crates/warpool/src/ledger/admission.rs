@@ -10,11 +10,11 @@
 //! it lives, and then not at all. A process that was stopped with a claim keeps that much from the others until it goes
 //! on, and nobody waits for it longer than for any other answer.
 
-use super::rules::{Entry, Verdict, decide};
+use super::rules::{Entry, Verdict, can_keep, decide};
 use super::sync::{AtomicU64, Ordering};
 
 /// What the first word of an entry is. Another number is another layout, whose process does not share with this one.
-pub(super) const JOINED: u64 = 1;
+pub(super) const JOINED: u64 = 2;
 
 const JOINED_AT: usize = 0;
 const GUARANTEED: usize = 1;
@@ -26,8 +26,9 @@ const IDLE: usize = 6;
 const WANTED: usize = 7;
 const ROUNDS: usize = 8;
 const ASKED_US: usize = 9;
+const KEPT: usize = 10;
 /// How many words an entry has.
-pub(super) const WORDS: usize = 10;
+pub(super) const WORDS: usize = 11;
 
 /// How often a claim is looked at again while claims of others are in the way.
 const TRIES: u32 = 64;
@@ -56,6 +57,7 @@ impl Words<'_> {
         self.store(GUARANTEED, guaranteed);
         self.store(PRIORITY, priority);
         self.set_held(granted, 0);
+        self.store(KEPT, granted.min(guaranteed));
         self.store(GRANTED, granted);
         self.store(JOINED_AT, JOINED);
     }
@@ -70,6 +72,7 @@ impl Words<'_> {
         Entry {
             number,
             guaranteed: self.load(GUARANTEED),
+            kept: self.load(KEPT),
             priority: self.load(PRIORITY),
             granted: self.load(GRANTED),
             claim,
@@ -100,6 +103,19 @@ impl Words<'_> {
     pub(super) fn set_held(&self, held: u64, idle: u64) {
         self.store(IDLE, idle);
         self.store(HELD, held);
+    }
+
+    pub(super) fn kept(&self) -> u64 {
+        self.load(KEPT)
+    }
+
+    /// Keeps more of the guarantee, as far as others leave it. `others` as in [`grow`](Self::grow). As a claim, it is
+    /// published before the others are read.
+    pub(super) fn keep(&self, number: u64, others: impl FnOnce() -> (Vec<Entry>, u64)) {
+        let before = self.kept();
+        self.store(KEPT, self.load(GUARANTEED));
+        let (others, capacity) = others();
+        self.store(KEPT, can_keep(&self.entry(number), &others, capacity).max(before));
     }
 
     /// Asks others for memory; 0 ends it.
@@ -141,7 +157,9 @@ impl Words<'_> {
         }
         if verdict == Verdict::Granted {
             // Before the claim ends: at no moment does it count in neither.
-            self.store(GRANTED, self.granted().saturating_add(bytes));
+            let granted = self.granted().saturating_add(bytes);
+            self.store(GRANTED, granted);
+            self.store(KEPT, self.load(KEPT).max(granted.min(self.load(GUARANTEED))));
         }
         self.store(CLAIM, 0);
         verdict

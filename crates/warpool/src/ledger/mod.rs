@@ -21,6 +21,7 @@ pub use self::pages::{LedgerPages, OtherLedger};
 
 use self::admission::{JOINED, Words};
 use self::rules::{Entry, Verdict, capacity, others_can_give, room, to_give};
+use crate::defect::Defect;
 use crate::error::ShareError;
 use crate::sync::primitives as sync;
 use crate::{Instance, Result, lock};
@@ -93,7 +94,10 @@ impl CardShare {
         // First, so that of two processes that join at the same time at least one sees the other.
         share.words().join(terms.guaranteed, terms.priority, held);
         match share.check(properties.bytes_total) {
-            Ok(()) => Ok(share),
+            Ok(()) => {
+                share.keep_guarantee(&**instance.driver());
+                Ok(share)
+            }
             Err(error) => {
                 share.words().leave();
                 Err(error)
@@ -138,7 +142,13 @@ impl CardShare {
     /// Looks which other processes share the card now.
     fn refresh(&self) -> Result<()> {
         let others = self.sharing(false)?;
-        *lock(&self.peers) = others;
+        let mut peers = lock(&self.peers);
+        let before = std::mem::replace(&mut *peers, others);
+        if Defect::DeadKeepGrants.is_on() {
+            let ended = before.into_iter().filter(|peer| peers.iter().all(|other| other.number() != peer.number()));
+            let ended: Vec<_> = ended.collect();
+            peers.extend(ended);
+        }
         Ok(())
     }
 
@@ -153,10 +163,18 @@ impl CardShare {
     }
 
     /// To be called from time to time: looks for other processes, and makes sure that they see this one.
-    pub(crate) fn keep(&self) {
+    pub(crate) fn keep(&self, driver: &dyn Driver) {
         let is_found = self.pages.keep();
         if !is_found || self.refresh().is_err() {
             self.switch_off();
+        }
+        self.keep_guarantee(driver);
+    }
+
+    /// Of what this process is guaranteed, what is there now is its own from now on.
+    fn keep_guarantee(&self, driver: &dyn Driver) {
+        if self.words().kept() < self.terms.guaranteed && !self.is_off.load(Ordering::Relaxed) {
+            self.words().keep(self.number, || self.read(driver));
         }
     }
 
@@ -227,6 +245,7 @@ impl CardShare {
         let after = entries();
         let both = before.iter().zip(&after).map(|(before, after)| Entry {
             granted: before.granted.max(after.granted),
+            kept: before.kept.max(after.kept),
             claim: before.claim.max(after.claim),
             held: before.held.min(after.held),
             ..*after
@@ -254,6 +273,7 @@ impl CardShare {
         words.set_held(held, idle);
         let is_asked = self.others().iter().any(|other| other.wanted > 0);
         let keeps = if is_asked { limited } else { limited.next_multiple_of(CHUNK) };
+        let keeps = if Defect::GivenStaysGranted.is_on() { u64::MAX } else { keeps };
         words.set_granted(words.granted().min(keeps).max(limited));
     }
 
@@ -283,13 +303,18 @@ impl CardShare {
             let (words, rounds) = (self.words(), step / self.terms.reclaim_ms);
             words.ask(missing, rounds, self.pages.now_us());
             let must_wait = is_last && rounds == 0;
-            if !must_wait && !others_can_give(&words.entry(self.number), &self.others()) {
+            let is_over = !must_wait && !others_can_give(&words.entry(self.number), &self.others());
+            if is_over && step == 0 {
                 break;
             }
-            sync::sleep_us(1000);
+            if !is_over {
+                sync::sleep_us(1000);
+            }
             match attempt() {
                 Ok(Ok(done)) => outcome = Ok(Some(done)),
-                Ok(Err(_)) => continue,
+                Ok(Err(_)) if !is_over => continue,
+                // They may have given all that they had since the attempt before.
+                Ok(Err(_)) => {}
                 Err(error) => outcome = Err(error),
             }
             break;

@@ -5,9 +5,13 @@
 //!   that no allocator has, unless a process has not got what it is guaranteed.
 //! - Of that, each process owns the larger of its grant and its guarantee. A grant grows only into what nobody owns: so
 //!   a process always gets up to its guarantee, as long as nobody else takes memory of the card.
+//! - A process that joins may be guaranteed more than the others leave. Of its guarantee it *keeps* what was there for it
+//!   once. What it still waits for keeps no other process from what that one is guaranteed.
 //! - If there is no room, those give that have free pages beyond their guarantee: lower priorities first, among equal
 //!   ones those with most. Nobody gives to a lower priority, and who needs memory itself gives to higher ones alone;
 //!   but everybody gives to a process that has not got what it is guaranteed.
+
+use crate::defect::Defect;
 
 /// What a process says of its part of a card, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,6 +19,8 @@ pub(crate) struct Entry {
     /// Identifies the process's page.
     pub(crate) number: u64,
     pub(crate) guaranteed: u64,
+    /// How much of that was there for it once, and stays its own.
+    pub(crate) kept: u64,
     /// Higher ones get free pages of lower ones.
     pub(crate) priority: u64,
     /// What it may hold: never less than it does.
@@ -43,7 +49,13 @@ pub(crate) enum Verdict {
 impl Entry {
     /// What belongs to it, whether it holds it or not.
     fn owned(&self, claim: u64) -> u64 {
-        self.granted.saturating_add(claim).max(self.guaranteed)
+        let granted = self.granted.saturating_add(claim);
+        if Defect::GuaranteesIgnored.is_on() { granted } else { granted.max(self.guaranteed) }
+    }
+
+    /// The same without what it is guaranteed and could not be given yet.
+    fn owned_so_far(&self, claim: u64) -> u64 {
+        self.granted.saturating_add(claim).max(self.kept)
     }
 
     /// What it can give without going below its guarantee: free pages, and what it was granted and does not hold.
@@ -61,10 +73,12 @@ pub(crate) fn capacity(free: u64, entries: &[Entry]) -> u64 {
 /// Decides about the claim of `own`.
 pub(crate) fn decide(own: &Entry, others: &[Entry], capacity: u64) -> Verdict {
     let total = own.granted.saturating_add(own.claim);
+    let owned_by = if total <= own.guaranteed { Entry::owned_so_far } else { Entry::owned };
     let owned = |claim: fn(&Entry) -> u64| {
-        others.iter().fold(total, |sum, other| sum.saturating_add(other.owned(claim(other))))
+        others.iter().fold(total, |sum, other| sum.saturating_add(owned_by(other, claim(other))))
     };
-    if owned(|other| other.claim) <= capacity {
+    let claim: fn(&Entry) -> u64 = if Defect::ClaimsIgnored.is_on() { |_| 0 } else { |other| other.claim };
+    if owned(claim) <= capacity {
         return Verdict::Granted;
     }
     match owned(|_| 0).saturating_sub(capacity) {
@@ -77,6 +91,12 @@ pub(crate) fn decide(own: &Entry, others: &[Entry], capacity: u64) -> Verdict {
 pub(crate) fn room(own: &Entry, others: &[Entry], capacity: u64) -> u64 {
     let owned = others.iter().fold(0, |sum: u64, other| sum.saturating_add(other.owned(other.claim)));
     capacity.saturating_sub(owned).saturating_sub(own.held)
+}
+
+/// How much of its guarantee a process can keep from now on.
+pub(crate) fn can_keep(own: &Entry, others: &[Entry], capacity: u64) -> u64 {
+    let theirs = others.iter().fold(0, |sum: u64, other| sum.saturating_add(other.owned_so_far(other.claim)));
+    capacity.saturating_sub(theirs).min(own.guaranteed)
 }
 
 /// Whether anybody has something to give to `own`.
@@ -107,7 +127,7 @@ mod tests {
     use super::*;
 
     fn entry(number: u64, guaranteed: u64, granted: u64) -> Entry {
-        Entry { number, guaranteed, granted, held: granted, ..Entry::default() }
+        Entry { number, guaranteed, kept: guaranteed, granted, held: granted, ..Entry::default() }
     }
 
     /// All divisions of a card of six units between three processes: a claim is granted if and only if it takes nothing
@@ -141,6 +161,27 @@ mod tests {
             }
         }
         assert!(decided > 4000, "{decided}");
+    }
+
+    /// Two units are left. One process had three and is guaranteed four, and gave one back; the other one is guaranteed
+    /// three, and joined when others had nearly everything.
+    #[test]
+    fn what_a_process_waits_for_keeps_no_other_from_its_guarantee() {
+        let (rest, waiting) = (entry(1, 0, 4), Entry { kept: 0, ..entry(2, 3, 0) });
+        let own = |granted, claim| Entry { claim, ..entry(3, 4, granted) };
+        assert_eq!(decide(&own(2, 2), &[rest, waiting], 8), Verdict::Granted);
+        // What is guaranteed to nobody is for those that wait.
+        assert_eq!(decide(&own(4, 1), &[rest, waiting], 8), Verdict::Refused(4));
+        assert_eq!(decide(&Entry { claim: 1, ..rest }, &[own(2, 0), waiting], 8), Verdict::Refused(4));
+        // Who waits does not get what the other one has had.
+        let first = Entry { claim: 1, ..waiting };
+        assert_eq!(decide(&first, &[rest, own(2, 0)], 8), Verdict::Refused(1));
+        assert_eq!(decide(&first, &[entry(1, 0, 3), own(2, 0)], 8), Verdict::Granted);
+        // What is there for it is its own from then on.
+        assert_eq!([4, 3, 1, 0].map(|rest| can_keep(&waiting, &[entry(1, 0, rest), own(2, 0)], 8)), [0, 1, 3, 3]);
+        let kept = Entry { kept: 1, ..waiting };
+        assert_eq!(decide(&own(2, 2), &[entry(1, 0, 3), kept], 8), Verdict::Granted);
+        assert_eq!(decide(&own(2, 2), &[rest, kept], 8), Verdict::Refused(1));
     }
 
     #[test]

@@ -166,8 +166,8 @@ pub unsafe trait DeviceAllocator: fmt::Debug + Send + Sync {
     ///
     /// Call it before the first request, and [`release_idle`](Self::release_idle) within
     /// [`reclaim_ms`](super::settings::ShareSettings::reclaim_ms) again and again, as
-    /// [`BackgroundReclaim`](super::BackgroundReclaim) does. One allocator per process: those of one process do not see
-    /// each other.
+    /// [`BackgroundReclaim`](super::BackgroundReclaim) does. Allocators of one process are like processes, if their
+    /// pages were published through clones of one [`PageDirectory`](crate::share::PageDirectory).
     fn share(&self, pages: &Arc<dyn LedgerPages>) -> Result<()> {
         let _ = pages;
         unsupported(self.name(), "several processes on one GPU; use backend:paged")

@@ -492,4 +492,8 @@ impl Upstream for MappedSegments {
         self.collect();
         Ok(())
     }
+
+    fn takes_free_segments(&self) -> bool {
+        true
+    }
 }

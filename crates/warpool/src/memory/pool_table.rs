@@ -173,6 +173,16 @@ impl<T> PoolTable<T> {
         self.iter().filter(|&(id, pool)| pool.lends() && !pool.is_released() && self.sleeping.expect_awake(id).is_ok())
     }
 
+    /// Pools in use whose free segments may go to their upstream before memory runs out: not those of graphs, whose
+    /// replays write into what captures freed, nor what sleeps. The upstream says whether it takes them; without a lock.
+    pub(crate) fn with_upstream(&self) -> Vec<(MemPoolId, Arc<dyn Upstream>)> {
+        let is_free = |id: MemPoolId, pool: &Pool<T>| {
+            !pool.is_released() && !pool.has_graphs && !pool.used_anywhere && self.sleeping.expect_awake(id).is_ok()
+        };
+        let pools = self.iter().filter(|&(id, pool)| is_free(id, pool));
+        pools.filter_map(|(id, pool)| Some((id, pool.options.upstream.clone()?))).collect()
+    }
+
     /// Records that a capture allocates from a pool.
     pub(crate) fn record_capture(&mut self, id: MemPoolId) {
         if let Some(pool) = self.by_id.get_mut(&id) {

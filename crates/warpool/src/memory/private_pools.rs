@@ -75,6 +75,12 @@ pub trait Upstream: Send + Sync {
         let _ = peer;
         Ok(())
     }
+
+    /// Whether a pool in use gives it free segments before a request would run out of memory, unless captures allocated
+    /// from the pool. Otherwise a pool keeps what it has until it is released.
+    fn takes_free_segments(&self) -> bool {
+        false
+    }
 }
 
 /// Which requests go to a pool.

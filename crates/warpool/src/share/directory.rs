@@ -1,10 +1,14 @@
 //! The folder of the pages: one file per process, `PID-NUMBER.page`. Other files there are left alone. A page that no
 //! living process owns is removed by whoever sees it.
+//!
+//! A process cannot open its own files (`SharedWords`). So the folder, with all its clones, keeps what was published
+//! through it: allocators of one process find each other there.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher as _, Hasher as _};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use warpool_driver::platform::{Instant, Opened, SharedWords, private_directory, shared_memory_directory, user_id};
@@ -14,7 +18,7 @@ use super::now_us;
 use super::other::{OtherPage, Reading, Refused};
 use super::page::{PageOptions, ProcessPage};
 use crate::error::ShareError;
-use crate::{Instance, Result};
+use crate::{Instance, Result, lock};
 
 const EXTENSION: &str = "page";
 
@@ -25,6 +29,17 @@ const UNFINISHED: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug)]
 pub struct PageDirectory {
     path: PathBuf,
+    /// The pages that were published through this value and its clones.
+    own: Arc<Mutex<Vec<OwnPage>>>,
+}
+
+/// A page of this process.
+#[derive(Debug)]
+struct OwnPage {
+    path: PathBuf,
+    words: Weak<SharedWords>,
+    /// As long as the page exists. Those who read it keep its words a little longer.
+    exists: Weak<()>,
 }
 
 /// The pages of a folder.
@@ -59,7 +74,7 @@ impl PageDirectory {
     /// [`ShareError::Folder`] if others can access it, or where processes cannot share memory.
     pub fn open(path: &Path) -> Result<Self> {
         private_directory(path).map_err(|error| folder_error(path, &error))?;
-        Ok(Self { path: path.to_owned() })
+        Ok(Self { path: path.to_owned(), own: Arc::default() })
     }
 
     /// The folder.
@@ -80,13 +95,26 @@ impl PageDirectory {
             let number = random();
             let path = self.path.join(format!("{}-{number:016x}.{EXTENSION}", std::process::id()));
             match SharedWords::create(&path, words(count)) {
-                Ok(words) => return Ok(ProcessPage::new(words, path, number, instance, options)),
+                Ok(words) => {
+                    let words = Arc::new(words);
+                    let page = ProcessPage::new(Arc::clone(&words), path.clone(), number, instance, options);
+                    let (words, exists) = (Arc::downgrade(&words), page.exists());
+                    lock(&self.own).push(OwnPage { path, words, exists });
+                    return Ok(page);
+                }
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => {
                     return Err(ShareError::Page { file: path.display().to_string(), why: error.to_string() }.into());
                 }
             }
         }
+    }
+
+    /// The pages of this process that were published through this value or a clone of it.
+    pub(super) fn own(&self) -> Vec<OtherPage> {
+        let mut own = lock(&self.own);
+        own.retain(|page| page.exists.strong_count() > 0);
+        own.iter().filter_map(|page| OtherPage::new(page.words.upgrade()?, page.path.clone()).ok()).collect()
     }
 
     /// The pages of other processes. Removes those whose process has ended.
@@ -126,7 +154,7 @@ impl Listing {
 
     fn add(&mut self, path: &Path) -> std::result::Result<(), String> {
         match SharedWords::open(path, words(0)..=words(DEVICES_MAX)) {
-            Ok(Opened::Words(words)) => match OtherPage::new(words, path.to_owned()) {
+            Ok(Opened::Words(words)) => match OtherPage::new(Arc::new(words), path.to_owned()) {
                 Ok(page) => self.pages.push(page),
                 Err(Refused::Unfinished) => {}
                 Err(Refused::Damaged(why)) => return Err(why),

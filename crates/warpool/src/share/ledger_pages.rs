@@ -76,7 +76,9 @@ impl LedgerPages for SharedPages {
         if let Some(problem) = listing.problems.into_iter().next().filter(|_| strict) {
             return Err(ShareError::Other { file: problem.file, why: problem.why }.into());
         }
-        let others = listing.pages.into_iter().filter_map(|page| {
+        // Other allocators of this process are like other processes.
+        let own = self.directory.own().into_iter().filter(|page| page.identity().number != self.page.number());
+        let others = listing.pages.into_iter().chain(own).filter_map(|page| {
             let device = page.identity().devices.iter().position(|device| device.uuid == card)?;
             Some(Box::new(Other { page, device }) as Box<dyn OtherLedger>)
         });

@@ -7,14 +7,17 @@ use std::io::{BufRead as _, BufReader, Lines, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use warpool_driver::decorate::{Arguments, Hook, Hooked, Outcome, Value};
 use warpool_driver::sim::{SimConfig, SimDriver};
-use warpool_driver::{Call, DeviceId, DevicePtr, Driver, DriverError, ErrorCode, Memory as _};
+use warpool_driver::{Call, DeviceId, DevicePtr, Driver, DriverError, ErrorCode, Memory as _, StreamId};
 
 use crate::memory::settings::ShareSettings;
-use crate::memory::{Allocation, BackgroundReclaim, DeviceAllocator as _, OomCause, PagedAllocator, Request, Settings};
+use crate::memory::{
+    Allocation, BackgroundReclaim, DeviceAllocator as _, MemPoolId, OomCause, PagedAllocator, PoolOptions,
+    PrivatePools as _, Request, Settings, Upstream,
+};
 use crate::share::{LedgerPages, PageDirectory, PageOptions, ProcessPage, SharedPages};
 use crate::{Error, Instance, Result, StreamLease, lock};
 
@@ -379,7 +382,7 @@ fn what_cannot_be_shared_is_refused_with_a_sentence() {
     let refused = |process: &Process| process.join().unwrap_err().to_string();
     let other = Other::start(&folder, "other layout", 0);
     let error = refused(&process);
-    assert!(error.contains("its ledger has layout 9, and this Warpool reads layout 1; nothing is shared"), "{error}");
+    assert!(error.contains("its ledger has layout 9, and this Warpool reads layout 2; nothing is shared"), "{error}");
     drop(other);
     let _others = [(); 4].map(|()| Other::start(&folder, "random", 0));
     let settings = Settings {
@@ -418,4 +421,77 @@ fn processes_are_killed_at_any_time() {
     drop((second, third));
     last.tell("all");
     last.expect("all");
+}
+
+/// Where a process says what it holds (`ledger/admission.rs`).
+const HELD: usize = 5;
+
+/// An upstream of the driver's memory, which looks at the ledger while it gets memory back.
+struct Upstreamed {
+    driver: Arc<dyn Driver>,
+    paged: Weak<PagedAllocator>,
+    page: Arc<ProcessPage>,
+    held: Mutex<Vec<u64>>,
+}
+
+impl Upstream for Upstreamed {
+    fn allocate(&self, device: DeviceId, bytes: u64, _: StreamId) -> Result<Option<DevicePtr>> {
+        Ok(Some(self.driver.mem_alloc(device, bytes)?))
+    }
+
+    fn free(&self, ptr: DevicePtr, _: u64, device: DeviceId, _: StreamId) -> Result<()> {
+        // As another thread may: it says what the process holds.
+        self.paged.upgrade().expect("it frees").release_idle(device)?;
+        lock(&self.held).push(self.page.ledger(0)[HELD].load(Ordering::SeqCst));
+        Ok(self.driver.mem_free(ptr)?)
+    }
+}
+
+/// What is being returned may be free already: nobody may count it as held and as free.
+#[test]
+fn a_segment_is_not_held_while_its_upstream_gets_it_back() {
+    let folder = Folder::new();
+    let process = Process::new(&folder.0, Some(0));
+    let paged = Arc::downgrade(&process.paged);
+    let (page, held) = (Arc::clone(&process.page), Mutex::default());
+    let upstream = Arc::new(Upstreamed { driver: process.driver.clone(), paged, page, held });
+    let options = PoolOptions { upstream: Some(upstream.clone()), ..PoolOptions::default() };
+    let pool = process.paged.create_pool(DEVICE, options).unwrap();
+    let request = Request::new(DEVICE, process.stream.stream().id(), 40 * MIB);
+    let block = process.paged.allocate_raw(request.in_pool(pool)).unwrap();
+    let other = process.allocate(10).unwrap();
+    process.paged.free(block).unwrap();
+    process.paged.release_idle(DEVICE).unwrap();
+    assert_eq!(process.page.ledger(0)[HELD].load(Ordering::SeqCst), 50 * MIB);
+    process.paged.release_pool(DEVICE, pool).unwrap();
+    process.paged.trim(DEVICE, MemPoolId::DEFAULT).unwrap();
+    assert_eq!(*lock(&upstream.held), [10 * MIB]);
+    process.paged.free(other).unwrap();
+    process.check();
+}
+
+/// Allocators of one process see each other, as far as their pages were published through one folder, and no longer
+/// than the pages exist.
+#[test]
+fn allocators_of_one_process_are_members_too() {
+    let folder = Folder::new();
+    let directory = PageDirectory::open(&folder.0.join("ledger")).unwrap();
+    let instance = Instance::new(Arc::new(SimDriver::new(SimConfig::default()))).unwrap();
+    let publish = || Arc::new(directory.clone().publish(&instance, &PageOptions::default()).unwrap());
+    let uuid = instance.device(0).unwrap().properties().uuid;
+    let (first, second) = (publish(), publish());
+    let numbers = |page: &Arc<ProcessPage>| {
+        let pages = SharedPages::new(directory.clone(), Arc::clone(page));
+        pages.others(uuid, true).unwrap()
+    };
+    let seen = numbers(&first);
+    assert_eq!(seen.iter().map(|other| other.number()).collect::<Vec<_>>(), [second.number()]);
+    second.ledger(0)[1].store(7, Ordering::SeqCst);
+    assert_eq!(seen[0].words()[1].load(Ordering::SeqCst), 7);
+    let path = second.path().to_owned();
+    drop(second);
+    assert!(numbers(&first).is_empty(), "it exists no more, though somebody still reads it");
+    drop(seen);
+    assert!(!path.exists() && first.path().exists());
+    assert!(directory.list().unwrap().pages.is_empty(), "a reader of other processes does not see it");
 }

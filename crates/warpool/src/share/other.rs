@@ -1,6 +1,7 @@
 //! The page of another process. Whatever its words are, reading them makes no more than an error.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use warpool_driver::DeviceUuid;
@@ -61,7 +62,7 @@ pub enum Reading {
 /// The page of another process that was alive when the page was found.
 #[derive(Debug)]
 pub struct OtherPage {
-    words: SharedWords,
+    words: Arc<SharedWords>,
     path: PathBuf,
     identity: PageIdentity,
 }
@@ -74,7 +75,7 @@ pub(super) enum Refused {
 }
 
 impl OtherPage {
-    pub(super) fn new(shared: SharedWords, path: PathBuf) -> Result<Self, Refused> {
+    pub(super) fn new(shared: Arc<SharedWords>, path: PathBuf) -> Result<Self, Refused> {
         let identity = identity(shared.words())?;
         Ok(Self { words: shared, path, identity })
     }

@@ -2,8 +2,8 @@
 //! here is called by an allocation. In a forked child nothing is written: the page is the parent's.
 
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 
 use warpool_driver::fork::Origin;
 use warpool_driver::platform::SharedWords;
@@ -28,9 +28,10 @@ pub struct PageOptions {
 /// The page of this process, until it is dropped or the process ends.
 #[derive(Debug)]
 pub struct ProcessPage {
-    words: SharedWords,
+    words: Arc<SharedWords>,
     path: PathBuf,
     origin: Origin,
+    exists: Arc<()>,
     /// What was last written for each device.
     devices: Vec<Mutex<DeviceValues>>,
 }
@@ -38,7 +39,7 @@ pub struct ProcessPage {
 impl ProcessPage {
     /// The words are new and all 0.
     pub(super) fn new(
-        words_of_page: SharedWords,
+        words_of_page: Arc<SharedWords>,
         path: PathBuf,
         number: u64,
         of: &Instance,
@@ -68,7 +69,12 @@ impl ProcessPage {
         }
         page[MAGIC_AT].store(MAGIC, Ordering::Release);
         let devices = devices.iter().map(|_| Mutex::default()).collect();
-        Self { words: words_of_page, path, origin: Origin::here(), devices }
+        Self { words: words_of_page, path, origin: Origin::here(), exists: Arc::default(), devices }
+    }
+
+    /// Ends with it.
+    pub(super) fn exists(&self) -> Weak<()> {
+        Arc::downgrade(&self.exists)
     }
 
     /// Identifies it among all pages.

@@ -72,5 +72,13 @@ pub const CAUGHT_BY: &[(&str, &str, &str)] = &[
     ("ImpossibleWindow", "warpool paged::tests::shortage", "pages:200"),
     ("ElasticIgnoresStreams", "paged elastic::streams_are_ordered", "elastic:50"),
     ("FailedCommitKeepsSlots", "paged elastic::a_commit_is_complete", "elastic:50"),
+    ("CommitIgnoresStream", "paged elastic::streams_are_ordered", "elastic:50"),
+    ("DecommitIgnoresStream", "paged elastic::streams_are_ordered", "elastic:100"),
+    ("SharedPageLeavesEarly", "paged elastic::a_page_stays_as_long", "elastic:50"),
+    ("IdlePagesLeaveEarly", "warpool paged::tests::decay", "pages:50"),
+    ("ClaimsIgnored", "warpool ledger::tests::together", "share:1000"),
+    ("GuaranteesIgnored", "warpool ledger::rules", "share:1000"),
+    ("DeadKeepGrants", "warpool share::ledger_tests::a_stopped_process", "share:50"),
+    ("GivenStaysGranted", "warpool share::ledger_tests::idle_memory_of_another", "share:50"),
     ("UnmapsUnannounced", "memory ranges::", "registered:50"),
 ];

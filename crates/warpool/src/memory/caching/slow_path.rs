@@ -7,7 +7,8 @@
 //! 4. For requests to the default pool: take a free block of a pool with `use_on_oom`.
 //! 5. Release oversize segments of the stream, just enough; then allocate a new segment.
 //! 6. Unless the stream is capturing: wait for all fences, release everything cached; then allocate a new segment.
-//! 7. Report out of memory.
+//! 7. Unless it is capturing: release free segments of tags; then allocate a new segment.
+//! 8. Report out of memory.
 //!
 //! From the second step on the device's slow lock is held: one thread at a time allocates from the driver, and no other
 //! thread's search waits for it. It is released while an upstream is called.
@@ -90,6 +91,10 @@ fn allocate_locked(
     PendingFrees::new(slow, details).wait()?;
     source::release_all(slow, false, details)?;
     slow.change(|state| state.counters.stats.num_alloc_retries += 1);
+    match source::allocate(slow, request, details)? {
+        Err(_) if source::release_tagged(slow, details)? > 0 => {}
+        outcome => return Ok(outcome.map(allocate)),
+    }
     Ok(source::allocate(slow, request, details)?.map(allocate))
 }
 

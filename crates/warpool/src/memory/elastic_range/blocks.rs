@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use super::ElasticLayout;
+use crate::defect::Defect;
 
 /// The committed blocks of one range, and how many of them touch each slot. Slots are numbered from the range's start.
 #[derive(Debug)]
@@ -107,7 +108,8 @@ impl ElasticBlocks {
             let touches = &mut self.touches[usize::try_from(slot).expect("an index")];
             let was_zero = *touches == 0;
             *touches = if add { *touches + touching } else { *touches - touching };
-            if was_zero || *touches == 0 {
+            let leaves_early = Defect::SharedPageLeavesEarly.is_on() && !add;
+            if was_zero || *touches == 0 || leaves_early {
                 changed.push(u32::try_from(slot).expect("fewer than 2^32 slots"));
             }
         }

@@ -170,7 +170,11 @@ impl PagedDevice {
                     segments::release(self, MemPoolId::DEFAULT, 0, details)?;
                 }
             }
-            match allocate(true)? {
+            let mut outcome = allocate(true)?;
+            if outcome.is_err() && !capturing && self.release_tagged(details)? > 0 {
+                outcome = allocate(true)?;
+            }
+            match outcome {
                 Ok(allocation) => Ok(allocation),
                 Err(why) => self.wait_for_others((why, request.bytes), true, || allocate(false))?.ok_or(why),
             }

@@ -168,7 +168,7 @@ unsafe impl DeviceAllocator for PagedAllocator {
         // Without a call stack: the caller is a thread that has nothing to do with the memory.
         let details = device.timed_details(StackLevel::Never);
         if let Some(card) = device.card.get() {
-            card.keep();
+            card.keep(device.driver());
         }
         let released = decay::release_idle(device, &details);
         device.report();

@@ -123,7 +123,10 @@ impl PagedDevice {
                 }
             }
         }
-        let outcome = outcome.and_then(|()| Ok(self.order(elastic.range.stream, stream)?));
+        let outcome = outcome.and_then(|()| match Defect::CommitIgnoresStream.is_on() {
+            true => Ok(()),
+            false => Ok(self.order(elastic.range.stream, stream)?),
+        });
         if outcome.is_err() {
             elastic.blocks.undo(&change);
             if Defect::FailedCommitKeepsSlots.is_on() {
@@ -264,6 +267,9 @@ impl PagedAllocator {
             device.counts.retries.fetch_add(1, Ordering::Relaxed);
             segments::release(device, MemPoolId::DEFAULT, 0, details)?;
             outcome = attempt(true);
+            if matches!(outcome, Err(Failed::OutOfMemory(_))) && device.release_tagged(details)? > 0 {
+                outcome = attempt(true);
+            }
         }
         if let Err(Failed::OutOfMemory(why)) = outcome
             && wait(why, true)?.is_some()
@@ -291,7 +297,9 @@ impl PagedAllocator {
         [stream, range.stream].into_iter().try_for_each(|stream| device.expect_not_capturing(stream))?;
         let mut elastic = lock(&elastic);
         elastic.expect_usable(though_asleep)?;
-        device.order(stream, elastic.range.stream)?;
+        if !Defect::DecommitIgnoresStream.is_on() {
+            device.order(stream, elastic.range.stream)?;
+        }
         let change = elastic.blocks.decommit(blocks);
         device.report_decommitted(&elastic, &change);
         device.free_slots(&mut elastic, change.slots.into_iter().flatten(), Fences::Now, details);

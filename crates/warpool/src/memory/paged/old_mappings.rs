@@ -14,6 +14,7 @@ use super::pending::PendingFrees;
 use super::stream_tail::Tail;
 use super::take::release_physical;
 use super::used_heaps::look_at_used;
+use crate::defect::Defect;
 use crate::memory::report::EntryDetails;
 use crate::memory::stream_fence::{self, Recorded};
 use crate::{PooledEvent, Result, lock};
@@ -172,7 +173,11 @@ pub(super) fn undo_some(device: &PagedDevice, table: &mut PageTable, details: &E
             Err(_) => table.broken.push((slot, slots)),
         }
     }
-    for physical in std::mem::take(&mut table.to_release) {
+    let unreturned = std::mem::take(&mut table.to_release);
+    if !unreturned.is_empty() {
+        device.will_hold(table.bytes_held());
+    }
+    for physical in unreturned {
         release_physical(device, table, physical);
     }
     while let Some(&(page, slot)) = table.old.front() {
@@ -206,7 +211,7 @@ fn release_leaving(device: &PagedDevice, table: &mut PageTable, details: &EntryD
     let in_graphs: BTreeSet<HeapId> = heaps.into_iter().filter(|&heap| users_of(device, heap).is_none()).collect();
     for page in std::mem::take(&mut table.leaving) {
         let is_done = |slot: &Slot| !in_graphs.contains(&table.range(slot.range).heap) && table.has_passed(page, *slot);
-        let is_done = table.page(page).mapped.iter().all(is_done);
+        let is_done = table.page(page).mapped.iter().all(is_done) || Defect::IdlePagesLeaveEarly.is_on();
         if let Err(error) = if is_done { release_unused(device, table, page) } else { Ok(()) } {
             tracing::warn!(%error, "a page that is to leave could not be unmapped; it is retried");
         }
@@ -223,7 +228,7 @@ pub(super) fn release_unused(device: &PagedDevice, table: &mut PageTable, page: 
         unmap(device, table, page, slot)?;
     }
     let physical = table.remove(page);
-    device.will_hold(table.bytes_awake());
+    device.will_hold(table.bytes_held());
     release_physical(device, table, physical);
     Ok(())
 }

@@ -16,9 +16,24 @@ use crate::memory::pool_owner::{PoolOwner, SleepingPoolOwner};
 use crate::memory::report::EntryDetails;
 use crate::memory::{Asleep, MemPoolId, PoolOptions, PoolSleep, PoolUser, SegmentKind, StackLevel};
 use crate::unwind::drop_user_value;
-use crate::{Result, lock};
+use crate::{Error, Result, lock};
 
 impl PagedDevice {
+    /// Returns the free segments of pools in use whose upstreams take them: those of tags. To be called without any lock.
+    pub(super) fn release_tagged(&self, details: &EntryDetails) -> Result<u64> {
+        let pools = lock(&self.pools).with_upstream();
+        let mut released = 0;
+        for (pool, _) in pools.into_iter().filter(|(_, upstream)| upstream.takes_free_segments()) {
+            match self.release_free_segments(pool, details) {
+                Ok(bytes) => released += bytes,
+                // Another thread released it meanwhile.
+                Err(Error::UnknownPool { .. } | Error::PoolReleased { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(released)
+    }
+
     /// Returns the free segments of a pool in use to its upstream, unless captures allocated from it.
     fn release_free_segments(&self, pool: MemPoolId, details: &EntryDetails) -> Result<u64> {
         PendingFrees::new(self, details).wait()?;
@@ -120,6 +135,8 @@ impl SleepingPoolOwner for PagedAllocator {
         }
         pools.sleeping.set(pool, asleep);
         table.bytes_asleep = pools.sleeping.bytes();
+        drop(pools);
+        device.will_hold(table.bytes_held());
         Ok(true)
     }
 }

@@ -5,6 +5,8 @@
 //! source as a whole, when its pool is released and memory is trimmed or needed. Sources are called without any lock: a
 //! segment that is being freed is in no list, and is put back if that fails or panics.
 
+use std::cell::Cell;
+
 use warpool_driver::{DevicePtr, StreamId};
 
 use super::address_space::Location;
@@ -127,14 +129,25 @@ pub(super) fn release_segment(
 ) -> Result<u64> {
     let cell = device.heaps.get(at.heap);
     let Some((on_device, base, bytes)) = cell.lock().take_segment(at.kind, at.range) else { return Ok(0) };
-    let put_back = || cell.lock().put_segment_back(at.kind, at.range);
+    let is_returning = Cell::new(false);
+    let put_back = || {
+        cell.lock().put_segment_back(at.kind, at.range);
+        if is_returning.get() {
+            lock(&device.pages).end_return(bytes);
+        }
+    };
     let unwinds = OnUnwind::new(put_back);
     let source = lock(&device.pages).segment_source(on_device);
     let outcome = wait_for(device, users, details).and_then(|waited| {
         if !waited {
             return Ok(false);
         }
-        device.will_hold(lock(&device.pages).bytes_awake().saturating_sub(bytes));
+        {
+            let mut table = lock(&device.pages);
+            table.begin_return(bytes);
+            is_returning.set(true);
+            device.will_hold(table.bytes_held());
+        }
         let tell = |event| device.observers().range_changes(device.id, event, DevicePtr(base), bytes);
         tell(RangeEvent::Unmapping);
         let freed = source.free(device, DevicePtr(base), bytes, stream);
@@ -155,6 +168,7 @@ pub(super) fn release_segment(
     device.record(Action::SegmentFree, base, bytes, &heap, details);
     drop(heap);
     let removed = table.remove_segment(on_device);
+    table.end_return(bytes);
     drop(table);
     device.drop_later(removed);
     Ok(bytes)

@@ -27,7 +27,7 @@ impl PagedAllocator {
             reclaim_ms: settings.reclaim_ms,
         };
         for (index, device) in self.devices.iter().enumerate().filter(|(_, device)| device.card.get().is_none()) {
-            let held = lock(&device.pages).bytes_awake();
+            let held = lock(&device.pages).bytes_held();
             match CardShare::join(pages, &self.shared.instance, device.id, terms, held) {
                 // Only another thread that does the same could have set it.
                 Ok(card) => drop(device.card.set(card)),
@@ -55,9 +55,9 @@ impl PagedDevice {
 
     /// Whether other processes leave `bytes` more than now. From then on they do.
     pub(super) fn admit_shared(&self, table: &PageTable, bytes: u64) -> OrOom<()> {
-        let total = table.bytes_limited().saturating_add(bytes);
+        let total = table.bytes_shared().saturating_add(bytes);
         match self.card.get() {
-            Some(card) if !card.admit(self.driver(), table.bytes_awake(), total) => Err(OomCause::Shared),
+            Some(card) if !card.admit(self.driver(), table.bytes_held(), total) => Err(OomCause::Shared),
             _ => Ok(()),
         }
     }
@@ -104,6 +104,6 @@ pub(super) fn give(device: &PagedDevice, table: &mut PageTable, details: &EntryD
         table.leaving.extend(pages);
         outcome = old_mappings::undo_some(device, table, details);
     }
-    share.settle(table.bytes_awake(), table.bytes_limited(), free_bytes(device, table, &heaps));
+    share.settle(table.bytes_held(), table.bytes_shared(), free_bytes(device, table, &heaps));
     outcome
 }

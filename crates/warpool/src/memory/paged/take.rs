@@ -61,8 +61,8 @@ pub(super) fn put_back(
 }
 
 /// Releases physical memory; what fails is retried.
-pub(super) fn release_physical(device: &PagedDevice, table: &mut PageTable, physical: PhysicalId) {
-    if let Err(error) = device.driver().vm_release(physical) {
+pub(super) fn release_physical(device: &PagedDevice, table: &mut PageTable, physical: (PhysicalId, u64)) {
+    if let Err(error) = device.driver().vm_release(physical.0) {
         tracing::warn!(%error, "physical memory could not be released; it is retried");
         table.to_release.push(physical);
     }

@@ -89,6 +89,20 @@ pub(super) fn release_all(slow: &SlowGuard<'_>, skip_default_pool: bool, details
     released.total()
 }
 
+/// Releases the free segments of pools in use whose upstreams take them: those of tags.
+pub(super) fn release_tagged(slow: &SlowGuard<'_>, details: &EntryDetails) -> Result<u64> {
+    let pools = slow.read(|state| state.pools.with_upstream());
+    let pools = slow.unlocked(|| {
+        let takes = pools.into_iter().filter(|(_, upstream)| upstream.takes_free_segments());
+        takes.map(|(pool, _)| pool).collect::<Vec<_>>()
+    });
+    let mut released = Released::none();
+    for pool in pools {
+        released.add(release_pool(slow, pool, details));
+    }
+    released.total()
+}
+
 /// Releases all free memory of a private pool, and removes the pool if it is empty and released by its users.
 pub(super) fn release_pool(slow: &SlowGuard<'_>, pool: MemPoolId, details: &EntryDetails) -> Result<u64> {
     let Ok([small, large]) = slow.change(|state| state.pools.enter(pool)) else { return Ok(0) };

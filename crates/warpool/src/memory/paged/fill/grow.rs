@@ -102,7 +102,7 @@ impl Fill<'_> {
     pub(super) fn release_new(&mut self, page: PageId) {
         if self.table.take_spare_page(page) {
             let physical = self.table.remove(page);
-            self.device.will_hold(self.table.bytes_awake());
+            self.device.will_hold(self.table.bytes_held());
             release_physical(self.device, self.table, physical);
         }
     }

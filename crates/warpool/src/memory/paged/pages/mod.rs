@@ -69,6 +69,8 @@ pub(super) struct PageTable {
     /// Bytes of segments, and those that sources are being asked for.
     segment_bytes: u64,
     calls_bytes: u64,
+    /// Bytes of segments that sources are getting back.
+    returning_bytes: u64,
     /// Bytes of segments whose memory sleeps.
     pub(super) bytes_asleep: u64,
     /// Pages that belong nowhere and that no work uses, but for bystanders' (`bystanders.rs`), with their sizes in
@@ -92,7 +94,7 @@ pub(super) struct PageTable {
     /// How many pages were returned to the driver.
     released: u64,
     /// Physical memory whose release failed.
-    pub(super) to_release: Vec<PhysicalId>,
+    pub(super) to_release: Vec<(PhysicalId, u64)>,
     /// Mappings that could not be undone: their slots are [`Mapping::Broken`].
     pub(super) broken: Vec<(Slot, u32)>,
     /// Bytes of pages, by the kind of the area that they belong to; of unmapped ones, large.
@@ -130,6 +132,7 @@ impl PageTable {
             segment_bytes: 0,
             bytes_asleep: 0,
             calls_bytes: 0,
+            returning_bytes: 0,
             spare: BTreeSet::new(),
             leaving: Vec::new(),
             old: VecDeque::new(),
@@ -250,15 +253,16 @@ impl PageTable {
     }
 
     /// Removes a page that is mapped nowhere. Returns its physical memory.
-    pub(super) fn remove(&mut self, id: PageId) -> PhysicalId {
+    pub(super) fn remove(&mut self, id: PageId) -> (PhysicalId, u64) {
         let page = self.pages[id.index()].take().expect("a page that exists");
         debug_assert!(page.mapped.is_empty() && page.home.is_none());
         self.totals.released += 1;
         self.released += 1;
         self.count_by_slots[page.slots.ilog2() as usize] -= 1;
-        self.reserved.decrease(SegmentKind::Large, u64::from(page.slots) * self.slot_bytes);
+        let bytes = u64::from(page.slots) * self.slot_bytes;
+        self.reserved.decrease(SegmentKind::Large, bytes);
         self.unused.push(id);
-        page.physical
+        (page.physical, bytes)
     }
 
     /// Takes the largest spare page whose number of slots is in the range.
@@ -428,6 +432,22 @@ impl PageTable {
     /// What is reserved, as statistics have it: what sleeps is not.
     pub(super) fn bytes_awake(&self) -> u64 {
         self.reserved.all.current.saturating_sub(self.bytes_asleep)
+    }
+
+    /// What other processes are told: with what the driver did not take back, and without what is being returned to a
+    /// source at this moment.
+    pub(super) fn bytes_held(&self) -> u64 {
+        (self.bytes_awake() + self.bytes_unreturned()).saturating_sub(self.returning_bytes)
+    }
+
+    /// Memory that the driver did not take back.
+    fn bytes_unreturned(&self) -> u64 {
+        self.to_release.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// What counts against what others leave.
+    pub(super) fn bytes_shared(&self) -> u64 {
+        self.bytes_limited().saturating_add(self.bytes_unreturned())
     }
 
     /// What counts against the limit: what is reserved, and what sources are being asked for.

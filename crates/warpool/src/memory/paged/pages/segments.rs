@@ -58,4 +58,13 @@ impl PageTable {
     pub(in crate::memory::paged) fn end_call(&mut self, bytes: u64) {
         self.calls_bytes -= bytes;
     }
+
+    /// A source gets a segment of `bytes` back: from now on it may be free.
+    pub(in crate::memory::paged) fn begin_return(&mut self, bytes: u64) {
+        self.returning_bytes += bytes;
+    }
+
+    pub(in crate::memory::paged) fn end_return(&mut self, bytes: u64) {
+        self.returning_bytes -= bytes;
+    }
 }

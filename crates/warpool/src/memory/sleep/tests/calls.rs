@@ -62,6 +62,40 @@ fn contents_and_addresses_return() {
     });
 }
 
+/// A load frees tensors of a tag and allocates larger ones, which their segments do not fit.
+#[test]
+fn free_segments_of_a_tag_return_before_memory_runs_out() {
+    on_all(|machine| {
+        let kept = machine.allocate("weights", 30 * MIB, 0).unwrap();
+        machine.write(&kept, 1, 0);
+        for tag in ["weights", "kv", "nothing"] {
+            let freed = [0, 1, 2, 0].map(|stream| machine.allocate("weights", 50 * MIB, stream).unwrap());
+            for (stream, block) in [0, 1, 2, 0].into_iter().zip(freed) {
+                machine.write(&block, 2, stream);
+                // One of them is still used by another stream.
+                machine.expect(&block, 2, stream);
+                machine.allocator.record_use(block, machine.streams[2].id()).unwrap();
+                machine.allocator.free(block).unwrap();
+            }
+            assert!(machine.tag("weights").info().bytes_device >= 230 * MIB, "free segments are cached");
+            let large =
+                if tag == "nothing" { machine.untagged(200 * MIB, 1) } else { machine.allocate(tag, 200 * MIB, 1) };
+            let large = large.unwrap();
+            machine.write(&large, 3, 1);
+            machine.expect(&large, 3, 1);
+            machine.expect(&kept, 1, 0);
+            let found = machine.untagged(100 * MIB, 0);
+            assert!(matches!(found, Err(Error::OutOfMemory(_))), "what is allocated stays: {found:?}");
+            machine.allocator.free(large).unwrap();
+            assert_eq!(machine.defect(), None);
+        }
+        machine.sleep(&["weights"], Keep::Host).unwrap();
+        machine.wake(&["weights"]).unwrap();
+        machine.expect(&kept, 1, 0);
+        machine.allocator.free(kept).unwrap();
+    });
+}
+
 #[test]
 fn discarded_contents_are_zero() {
     on_all(|machine| {

@@ -67,3 +67,28 @@ fn graphs_work_again_after_waking() {
         assert_eq!(machine.finish(), None, "{kind:?}");
     }
 }
+
+/// Replays write into what the capture freed: that is not free for others, even if memory runs out.
+#[test]
+fn free_segments_of_graphs_stay_when_memory_runs_out() {
+    for kind in Kind::ALL {
+        let machine = Machine::new(kind, 256 * MIB);
+        let out = machine.allocate("kv", 10 * MIB, 0).unwrap();
+        let graph = machine.capture(0, "graphs", || {
+            let scratch = machine.untagged(100 * MIB, 0).unwrap();
+            machine.write(&scratch, 5, 0);
+            machine.expect(&scratch, 5, 0);
+            machine.write(&out, 12, 0);
+            machine.allocator.free(scratch).unwrap();
+        });
+        let found = machine.untagged(200 * MIB, 1);
+        assert!(matches!(found, Err(crate::Error::OutOfMemory(_))), "{found:?}");
+        assert!(machine.tag("graphs").info().bytes_device >= 100 * MIB);
+        machine.sim.graph_launch(graph.1, machine.streams[0].id()).unwrap();
+        machine.expect(&out, 12, 0);
+        machine.sim.stream_synchronize(machine.streams[0].id()).unwrap();
+        machine.destroy(graph);
+        machine.allocator.free(out).unwrap();
+        assert_eq!(machine.finish(), None, "{kind:?}");
+    }
+}
