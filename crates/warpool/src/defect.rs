@@ -89,6 +89,7 @@ defects! {
     59 ElasticIgnoresStreams: "elastic memory that changes in another stream than its own is ordered with neither";
     60 FailedCommitKeepsSlots: "a commit of elastic memory that fails keeps the slots that it got";
     61 UnmapsUnannounced: "range observers are not told before memory is unmapped";
+    62 StableMemoryMoves: "a stable pool has the memory of any pool";
 }
 
 #[cfg(test)]

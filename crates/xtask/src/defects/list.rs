@@ -73,4 +73,5 @@ pub const CAUGHT_BY: &[(&str, &str, &str)] = &[
     ("ElasticIgnoresStreams", "paged elastic::streams_are_ordered", "elastic:50"),
     ("FailedCommitKeepsSlots", "paged elastic::a_commit_is_complete", "elastic:50"),
     ("UnmapsUnannounced", "memory ranges::", "registered:50"),
+    ("StableMemoryMoves", "memory stable::", "registered:50"),
 ];
