@@ -1,5 +1,5 @@
-"""Tests of stable pools, on the simulated GPU through ctypes. Registrations are tested in Rust, and NCCL's under PyTorch
-on a GPU (`gpu/registered.py`)."""
+"""Tests of stable pools, on the simulated GPU through ctypes. Registrations are tested in Rust, and NCCL's under
+PyTorch on a GPU (`gpu/registered.py`)."""
 
 import ctypes
 import os

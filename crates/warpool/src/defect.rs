@@ -97,6 +97,7 @@ defects! {
     67 DeadKeepGrants: "sharing: what a process was granted stays its own when it has ended";
     68 GivenStaysGranted: "sharing: what a process has given stays granted to it";
     69 UnmapsUnannounced: "range observers are not told before memory is unmapped";
+    70 StableMemoryMoves: "a stable pool has the memory of any pool";
 }
 
 #[cfg(test)]

@@ -90,11 +90,14 @@ fn on_card(context: &TestContext, body: impl FnOnce(&Card<'_>) -> CheckResult) -
     let has_pages = cfg!(any(target_os = "linux", target_os = "macos"));
     require(has_pages, "processes cannot share memory by files on this system")?;
     let free = context.driver.mem_info(context.device_id)?.bytes_free;
-    require(free > 2 * SHARED, "less than 1 GiB of the device is free")?;
     let folder = Folder::new();
     let directory = PageDirectory::open(&folder.0)?;
     let card = Card { context, folder, directory };
-    let rest = card.member(share(|share| share.guaranteed_bytes = free - SHARED))?;
+    // What members leave for memory that no allocator has, in whole pages.
+    let most = card.member(plain())?.paged.largest_available(context.device_id)?;
+    let left = (free - most).next_multiple_of(2 * MIB);
+    require(free > 2 * SHARED + left, "too little of the device is free")?;
+    let rest = card.member(share(|share| share.guaranteed_bytes = free - left - SHARED))?;
     let outcome = body(&card);
     // Work of a failed body must not use memory that is freed now. The body's failure is the one to report.
     let synchronized = context.device().synchronize();

@@ -493,7 +493,8 @@ impl Upstream for MappedSegments {
         Ok(())
     }
 
+    /// What others register stays until its pool goes.
     fn takes_free_segments(&self) -> bool {
-        true
+        !matches!(self.serves.get(), Some(Serves::Stable(_)))
     }
 }

@@ -70,7 +70,8 @@ pub(crate) trait PoolOwner: Send + Sync {
 impl<A: PoolOwner> PrivatePools for A {
     fn create_pool(&self, device: DeviceId, options: PoolOptions) -> Result<MemPoolId> {
         let (id, core) = (self.shared().pool_ids.next_user(), self.device_core(device)?);
-        let options = if options.stable && options.upstream.is_none() {
+        let is_stable = options.stable && !crate::defect::Defect::StableMemoryMoves.is_on();
+        let options = if is_stable && options.upstream.is_none() {
             PoolOptions { upstream: Some(stable_segments(self, device)?), ..options }
         } else {
             options

@@ -81,4 +81,5 @@ pub const CAUGHT_BY: &[(&str, &str, &str)] = &[
     ("DeadKeepGrants", "warpool share::ledger_tests::a_stopped_process", "share:50"),
     ("GivenStaysGranted", "warpool share::ledger_tests::idle_memory_of_another", "share:50"),
     ("UnmapsUnannounced", "memory ranges::", "registered:50"),
+    ("StableMemoryMoves", "memory stable::", "registered:50"),
 ];

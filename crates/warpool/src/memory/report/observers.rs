@@ -1,5 +1,5 @@
-//! The callbacks of an allocator: trackers, range observers, observers of out-of-memory errors, pressure callbacks, trim
-//! hooks, and the hook that collects call stacks.
+//! The callbacks of an allocator: trackers, range observers, observers of out-of-memory errors, pressure callbacks,
+//! trim hooks, and the hook that collects call stacks.
 //!
 //! All run without any lock of the allocator, and may call it. Checking whether there are any costs one load.
 //!
