@@ -5,9 +5,10 @@
 //! # use warpool::driver::sim::{SimConfig, SimDriver};
 //! # use warpool::prelude::*;
 //! use warpool::memory::report::{
-//!     AccountRow, Action, Annotation, DeviceAccount, Frame, HistoryEntry, HistoryOptions, ObserverId, OomObserver, PageStats, PageTotals,
-//!     PinnedCapReport, PressureCallback, Snapshot, SnapshotOptions, Stack, StackHook, StackLevel, TraceEntry, Tracker,
-//!     TrimHook, Usage, UsagePart, pop_compile_context, push_compile_context, set_user_metadata,
+//!     AccountRow, Action, Annotation, DeviceAccount, Frame, HistoryEntry, HistoryOptions, ObserverId, OomObserver,
+//!     PageStats, PageTotals, PinnedCapReport, PressureCallback, Snapshot, SnapshotOptions, Stack, StackHook,
+//!     StackLevel, TraceEntry, Tracker, TrimHook, Usage, UsagePart, pop_compile_context, push_compile_context,
+//!     set_user_metadata,
 //! };
 //! use warpool::memory::PagedAllocator;
 //!
