@@ -8,7 +8,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::{env, fs, io};
 
 use serde_json::json;
-use warpool_report::account::{Injected, object, text};
+use warpool_report::account::{Injected, InjectedDevice, object, text};
 
 use crate::output::{self, CommandError, Output, Result, Verdict};
 
@@ -197,7 +197,7 @@ fn accounts(folder: &Path) -> Accounts {
     let texts = files.filter(|path| path.extension() == Some(OsStr::new("json"))).flat_map(fs::read_to_string);
     let read = texts.flat_map(|text| Injected::parse(&text)).filter(|counted| !counted.devices().is_empty());
     let mut accounts: Accounts = read
-        .map(|counted| (counted.pid(), counted.devices().iter().map(|device| device.account_at_most()).collect()))
+        .map(|counted| (counted.pid(), counted.devices().iter().map(InjectedDevice::account_at_most).collect()))
         .collect();
     accounts.sort_by_key(|account| account.0);
     accounts

@@ -181,6 +181,7 @@ fn examples(page: &mut String, lines: &[&str]) {
         };
         let language = match line {
             _ if line.contains("--driver cuda") => "sh,gpu",
+            _ if line.starts_with("warpool record ") => "sh,gpu",
             _ if line.starts_with("warpool limit ") => "sh,live",
             _ if line.starts_with("warpool top") && !line.contains("--once") && !line.contains("--json") => "sh,live",
             _ if ["bench", "selftest", "soak", "tune"]

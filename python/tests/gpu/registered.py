@@ -285,7 +285,12 @@ def child(conf: str, as_json: bool) -> int:
     def over_nccl() -> None:
         if backend is None:
             raise NotHere("there is no process group")
-        own = torch.cuda.MemPool(backend.mem_allocator)
+        try:
+            allocator = backend.mem_allocator
+        except RuntimeError as error:
+            # PyTorch asks for multicast.
+            raise NotHere(str(error).splitlines()[0]) from None
+        own = torch.cuda.MemPool(allocator)
         register_pool(own)
         address, size = segments(own)[0]
         expect(address % 4096 == 0 and size >= 32 * MIB, segments(own))

@@ -28,7 +28,12 @@ class Process:
     def __init__(self, conf: str) -> None:
         command = [sys.executable, str(HERE / "sharing.py"), "--child", conf]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.ask("ready")
+        self.send("ready")
+
+    def ready(self) -> "Process":
+        """Waits until it has started: several start at the same time."""
+        self.state = self.answer()
+        return self
 
     def send(self, what: str, number: float = 0) -> None:
         assert self.child.stdin is not None
@@ -87,7 +92,7 @@ def child(conf: str) -> None:
                 tensors = [torch.empty_like(kept[0]).normal_() for _ in range(int(number) // tensor_bytes)]
             except torch.OutOfMemoryError as error:
                 return {"out_of_memory": str(error)}
-            return {"steps_per_s": steps(tensors, 3), "reserved": reserved()}
+            return {"steps_per_s": steps(tensors, 1.5), "reserved": reserved()}
         if what == "hold":  # has had so many bytes, which are free again
             blocks = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(int(number) // (64 * MIB))]
             torch.cuda.synchronize()
@@ -128,8 +133,8 @@ def conf(shares: bool) -> str:
 
 def peaks(count: int, shares: bool) -> List[Dict[str, Any]]:
     """Each process peaks in turn, twice; the others keep what they can meanwhile."""
-    processes = [Process(conf(shares)) for _ in range(count)]
-    total = processes[0].ask("ready")["total"]
+    processes = [process.ready() for process in [Process(conf(shares)) for _ in range(count)]]
+    total = processes[0].state["total"]
     peak = total * (0.75 if count == 2 else 0.6)
     results = [process.ask("peak", peak) for _ in range(2) for process in processes]
     for process in processes:
@@ -138,7 +143,7 @@ def peaks(count: int, shares: bool) -> List[Dict[str, Any]]:
 
 
 def alone(fraction: float) -> float:
-    process = Process(conf(False))
+    process = Process(conf(False)).ready()
     found = process.ask("peak", process.ask("ready")["total"] * fraction)
     process.end()
     rate: float = found["steps_per_s"]
@@ -147,7 +152,7 @@ def alone(fraction: float) -> float:
 
 def usable() -> float:
     """What a process can get beside an idle one that has had most of the card."""
-    first, second = Process(conf(True)), Process(conf(True))
+    first, second = (process.ready() for process in [Process(conf(True)), Process(conf(True))])
     free = second.ask("ready")["free"] + first.ask("reserved")["reserved"] + second.ask("reserved")["reserved"]
     first.ask("hold", free * 0.8)
     # The first one keeps its guarantee of 4 GiB: it fills that afterwards.
@@ -159,7 +164,7 @@ def usable() -> float:
 
 
 def handovers() -> List[float]:
-    first, second = Process(conf(True)), Process(conf(True))
+    first, second = (process.ready() for process in [Process(conf(True)), Process(conf(True))])
     free = second.ask("ready")["free"]
     times = []
     for _ in range(5):

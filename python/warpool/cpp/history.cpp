@@ -4,6 +4,10 @@
 #include "device_allocator.h"
 #include "trace.h"
 
+#include <map>
+#include <mutex>
+#include <utility>
+
 namespace warpool_torch {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
@@ -15,6 +19,52 @@ std::atomic<CreateContext> recorder{nullptr};
 void* collect() {
     return collect_context(recorder);
 }
+
+// A number for each segment, as PyTorch's own allocator gives them in the order in which segments are made: its process
+// group registers the memory of a pool in that order. Ours are given when a snapshot first shows a segment.
+class SegmentNumbers {
+   public:
+    int32_t of(const warpool_segment& segment) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        auto& [size, number] = numbers_[{segment.device, segment.address}];
+        if (size != segment.total_size) {
+            size = segment.total_size;
+            number = next_++;
+        }
+        return number;
+    }
+
+    // Forgets segments that a snapshot of all pools does not show.
+    void keep_only(const std::vector<caching::SegmentInfo>& segments) {
+        std::map<Key, std::pair<uint64_t, int32_t>> kept;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for (const auto& segment : segments) {
+            if (const auto found = numbers_.find({segment.device, segment.address}); found != numbers_.end()) {
+                kept.insert(*found);
+            }
+        }
+        numbers_.swap(kept);
+    }
+
+   private:
+    using Key = std::pair<int32_t, uint64_t>;
+    std::mutex mutex_;
+    std::map<Key, std::pair<uint64_t, int32_t>> numbers_;
+    int32_t next_ = 0;
+};
+
+SegmentNumbers& segment_numbers() {
+    static SegmentNumbers numbers;
+    return numbers;
+}
+
+// Of a PyTorch whose segments have a number, and of one whose have none.
+template <typename Info>
+auto set_number(Info& info, const warpool_segment& segment, int) -> decltype(info.registration_counter, void()) {
+    info.registration_counter = segment_numbers().of(segment);
+}
+template <typename Info>
+void set_number(Info&, const warpool_segment&, long) {}
 
 // A callback adds to a snapshot; an exception (no host memory) is kept, and the snapshot fails.
 struct SnapshotBuilder {
@@ -64,6 +114,7 @@ void add_segment(void* user, const warpool_segment* segment) {
         info.owner_private_pool_id = mempool_id(segment->pool);
         info.context_when_allocated = context_of(segment->context);
         info.blocks.reserve(segment->blocks);
+        set_number(info, *segment, 0);
     });
 }
 
@@ -165,6 +216,9 @@ caching::SnapshotInfo DeviceAllocator::snapshot(c10::MempoolId_t pool, bool incl
     check(warpool_visit_snapshot(pool_id(pool), include_traces ? 1 : 0, &visitor));
     if (builder.failed) {
         throw_last_error();
+    }
+    if (pool == c10::MempoolId_t{0, 0}) {
+        segment_numbers().keep_only(builder.snapshot.segments);
     }
     return std::move(builder.snapshot);
 }

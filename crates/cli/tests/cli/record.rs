@@ -62,10 +62,12 @@ fn accounts_and_recordings_that_the_command_writes_are_shown() {
     fs::create_dir(folder.join("records")).unwrap();
     fs::write(folder.join("records/warpool-rank0-pid1-1-oom.pickle"), "before").unwrap();
     let account = r#"{"version":1,"pid":12,"devices":[{"device":0,"uuid":"00","total":1000000000,"used":5,
-        "before":100000000,"rows":[],"most":{"used":700000000,"rows":[{"owner":"CUDA","kind":"context","bytes":400000000},
+        "before":100000000,"rows":[],"most":{"used":700000000,"rows":[
+        {"owner":"CUDA","kind":"context","bytes":400000000},
         {"owner":"cuBLAS","kind":"allocations","bytes":190000000}]}}]}"#;
     let write = format!(
-        "printf '%s' '{account}' > $WARPOOL_ACCOUNT_DIR/account-12.json; echo no > $WARPOOL_ACCOUNT_DIR/account-13.json
+        "printf '%s' '{account}' > $WARPOOL_ACCOUNT_DIR/account-12.json
+        echo no > $WARPOOL_ACCOUNT_DIR/account-13.json
         echo > $WARPOOL_RECORD_DIR/warpool-rank0-pid12-2-oom.pickle; echo printed"
     );
     let options = ["--dir", "records"];
