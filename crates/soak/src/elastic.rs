@@ -1,6 +1,6 @@
 //! Elastic memory beside ordinary requests, on a device of few pages: commits take pages of other heaps, requests take
 //! those of blocks that were decommitted, while driver calls fail. Graphs that were captured over a range are replayed
-//! while the blocks that they use are committed. Pools come and go, limits change, and in some programs idle pages decay.
+//! while the blocks that they use are committed. Pools come and go, limits change, in some programs idle pages decay.
 //! A naive model has the contents of every block.
 //!
 //! The programs are correct: a stream that uses a range waits for the one that used it before.

@@ -89,7 +89,7 @@ defects! {
     59 ElasticIgnoresStreams: "elastic memory that changes in another stream than its own is ordered with neither";
     60 FailedCommitKeepsSlots: "a commit of elastic memory that fails keeps the slots that it got";
     61 CommitIgnoresStream: "elastic memory is committed in another stream than its own, which does not wait for it";
-    62 DecommitIgnoresStream: "elastic memory is decommitted in another stream than its own, whose work may still use it";
+    62 DecommitIgnoresStream: "elastic memory is decommitted in another stream, whose work may still use it";
     63 SharedPageLeavesEarly: "a page of elastic memory leaves with the first of the blocks that share it";
     64 IdlePagesLeaveEarly: "idle pages return to the driver while work that used them still runs";
     65 ClaimsIgnored: "sharing: a claim is granted although another process claims the same memory";

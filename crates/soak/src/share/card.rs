@@ -1,8 +1,8 @@
 //! One card of several simulations, each of which is a process: what one has created no other can create, and is not
 //! free for any. A process has an entry of words that the others read, as long as it is alive.
 //!
-//! All runs in one thread. So that processes meet at every step of each other's calls, each driver call and each look at
-//! the entries is a point at which [`Points::reached`] may run another process, or end this one.
+//! All runs in one thread. So that processes meet at every step of each other's calls, each driver call and each look
+//! at the entries is a point at which [`Points::reached`] may run another process, or end this one.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -5,8 +5,8 @@
 //!   that no allocator has, unless a process has not got what it is guaranteed.
 //! - Of that, each process owns the larger of its grant and its guarantee. A grant grows only into what nobody owns: so
 //!   a process always gets up to its guarantee, as long as nobody else takes memory of the card.
-//! - A process that joins may be guaranteed more than the others leave. Of its guarantee it *keeps* what was there for it
-//!   once. What it still waits for keeps no other process from what that one is guaranteed.
+//! - A process that joins may be guaranteed more than the others leave. Of its guarantee it *keeps* what was there for
+//!   it once. What it still waits for keeps no other process from what that one is guaranteed.
 //! - If there is no room, those give that have free pages beyond their guarantee: lower priorities first, among equal
 //!   ones those with most. Nobody gives to a lower priority, and who needs memory itself gives to higher ones alone;
 //!   but everybody gives to a process that has not got what it is guaranteed.

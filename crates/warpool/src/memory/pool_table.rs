@@ -174,7 +174,7 @@ impl<T> PoolTable<T> {
     }
 
     /// Pools in use whose free segments may go to their upstream before memory runs out: not those of graphs, whose
-    /// replays write into what captures freed, nor what sleeps. The upstream says whether it takes them; without a lock.
+    /// replays write into what captures freed, nor what sleeps. Upstreams say whether they take them, without a lock.
     pub(crate) fn with_upstream(&self) -> Vec<(MemPoolId, Arc<dyn Upstream>)> {
         let is_free = |id: MemPoolId, pool: &Pool<T>| {
             !pool.is_released() && !pool.has_graphs && !pool.used_anywhere && self.sleeping.expect_awake(id).is_ok()

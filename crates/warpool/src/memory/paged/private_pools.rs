@@ -19,7 +19,7 @@ use crate::unwind::drop_user_value;
 use crate::{Error, Result, lock};
 
 impl PagedDevice {
-    /// Returns the free segments of pools in use whose upstreams take them: those of tags. To be called without any lock.
+    /// Returns the free segments of pools in use whose upstreams take them: those of tags. Without any lock.
     pub(super) fn release_tagged(&self, details: &EntryDetails) -> Result<u64> {
         let pools = lock(&self.pools).with_upstream();
         let mut released = 0;
