@@ -2,7 +2,7 @@
 //! nothing in use is ever touched. They are in this process; real processes are in the tests of `warpool`.
 //!
 //! One more member is guaranteed all but [`SHARED`] of what is free, so the others are short of memory on a card of any
-//! size, and at most 512 MiB are used.
+//! size, and at most 512 MiB are used, and once what members leave for others.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -71,6 +71,8 @@ struct Card<'a> {
     context: &'a TestContext,
     folder: Folder,
     directory: PageDirectory,
+    /// What members leave for memory that no allocator has, but for what they are guaranteed.
+    left: u64,
 }
 
 /// An allocator with a page, as one process.
@@ -92,12 +94,11 @@ fn on_card(context: &TestContext, body: impl FnOnce(&Card<'_>) -> CheckResult) -
     let free = context.driver.mem_info(context.device_id)?.bytes_free;
     let folder = Folder::new();
     let directory = PageDirectory::open(&folder.0)?;
-    let card = Card { context, folder, directory };
-    // What members leave for memory that no allocator has, in whole pages.
+    let mut card = Card { context, folder, directory, left: 0 };
     let most = card.member(plain())?.paged.largest_available(context.device_id)?;
-    let left = (free - most).next_multiple_of(2 * MIB);
-    require(free > 2 * SHARED + left, "too little of the device is free")?;
-    let rest = card.member(share(|share| share.guaranteed_bytes = free - left - SHARED))?;
+    card.left = (free - most).next_multiple_of(2 * MIB);
+    require(free > 2 * (SHARED + card.left), "too little of the device is free")?;
+    let rest = card.member(share(|share| share.guaranteed_bytes = free - card.left - SHARED))?;
     let outcome = body(&card);
     // Work of a failed body must not use memory that is freed now. The body's failure is the one to report.
     let synchronized = context.device().synchronize();
@@ -360,10 +361,11 @@ fn higher_priorities_do_not_give(context: &TestContext) -> CheckResult {
         high.leave_idle(384)?;
         low.expect_refused("that a higher priority keeps", 256, OomCause::Shared)?;
         expect_eq("what the higher priority has", high.reserved()?, 384)?;
-        // What is guaranteed comes from higher priorities, too.
-        let terms = |share: &mut ShareSettings| (share.guaranteed_bytes, share.reclaim_ms) = (256 * MIB, 1000);
+        // What is guaranteed comes from higher priorities, too, once all else is used.
+        let bytes = 256 * MIB + card.left;
+        let terms = |share: &mut ShareSettings| (share.guaranteed_bytes, share.reclaim_ms) = (bytes, 1000);
         let owner = card.active(share(terms))?;
-        let block = owner.allocate(256)?;
+        let block = owner.allocate(bytes / MIB)?;
         owner.write(&block, 2)?;
         expect(high.reserved()? <= 256, "the higher priority has given what is guaranteed to another")?;
         owner.expect("what is guaranteed", &block, 2)

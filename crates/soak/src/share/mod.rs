@@ -222,7 +222,10 @@ impl World {
         left.sort_by_key(|process| process.terms.priority);
         while let Some(mut process) = left.pop() {
             let guaranteed: u64 = left.iter().map(|other| other.terms.guaranteed_bytes).sum();
-            let most = (bytes - guaranteed).min(process.terms.limit_bytes.unwrap_or(u64::MAX));
+            // Beyond what is guaranteed, a part is left for memory that no allocator has.
+            let left_outside = ((bytes + BESIDE) / 32).next_multiple_of(SLOT);
+            let most = (bytes - guaranteed - left_outside).max(process.terms.guaranteed_bytes);
+            let most = most.min(process.terms.limit_bytes.unwrap_or(u64::MAX));
             for (slot, other) in self.processes.iter().zip(left.drain(..)) {
                 *lock(slot) = Some(other);
             }

@@ -37,6 +37,10 @@ const CHUNK: u64 = 64 << 20;
 const OUTSIDE_MAX: u64 = 1 << 30;
 const OUTSIDE_PART: u64 = 32;
 
+/// A process that asks for memory asks for this part of what it has beside: one that grows by small steps then waits a
+/// few times, and not at each step.
+const GROWTH_PART: u64 = 8;
+
 /// For how long a request for memory counts after it was last made: its process may have been stopped.
 const ASKED_FOR_US: u64 = 1_000_000;
 
@@ -286,6 +290,14 @@ impl CardShare {
         to_give(&own, &self.others()).saturating_sub(unused)
     }
 
+    /// What to ask for beside `missing` bytes. What others owe to a guarantee ends there.
+    fn growth(&self, missing: u64) -> u64 {
+        let own = self.words().entry(self.number);
+        let growth = own.held / GROWTH_PART;
+        let owed = own.guaranteed.saturating_sub(own.granted.saturating_add(missing));
+        if own.granted < own.guaranteed { growth.min(owed) } else { growth }
+    }
+
     /// Asks other processes for `bytes`, or what a claim lacked, and makes attempts until one succeeds. Gives up once
     /// nobody has anything to give, unless `is_last`, and after a bounded time. Not to be called with a lock.
     pub(crate) fn wait_for_others<T, E>(
@@ -301,7 +313,7 @@ impl CardShare {
                 missing => missing,
             };
             let (words, rounds) = (self.words(), step / self.terms.reclaim_ms);
-            words.ask(missing, rounds, self.pages.now_us());
+            words.ask(missing.saturating_add(self.growth(missing)), rounds, self.pages.now_us());
             let must_wait = is_last && rounds == 0;
             let is_over = !must_wait && !others_can_give(&words.entry(self.number), &self.others());
             if is_over && step == 0 {

@@ -347,6 +347,19 @@ fn some_memory_is_left_that_no_allocator_has() {
     process.check();
 }
 
+/// So it does not wait at each step.
+#[test]
+fn one_that_grows_asks_for_more_than_it_lacks() {
+    let folder = Folder::new();
+    let _other = Other::start(&folder, "idle", 0);
+    let process = Process::new(&folder.0, Some(0));
+    // 46 MiB are nobody's; the rest of these 80 the other one gives, and an eighth of what this one had.
+    process.allocate(40).unwrap();
+    process.allocate(40).unwrap();
+    assert!(process.paged.largest_available(DEVICE).unwrap() >= 2 * MIB);
+    process.check();
+}
+
 /// The control: without sharing the same program runs out of memory.
 #[test]
 fn idle_memory_stays_without_sharing() {
