@@ -83,7 +83,7 @@ impl Requests {
         let now = Arc::clone(&clock);
         observers.set_stack_hook(Some(Arc::new(move || stacks.get(now.stack.load(Ordering::Relaxed)).cloned())));
         let (now, all) = (Arc::clone(&clock), Action::ALL);
-        let tracker = observers.attach_tracker(&all, Arc::new(move |device, _| now.note(device)));
+        let tracker = observers.attach_history_tracker(&all, Arc::new(move |device, _| now.note(device)));
         let entries_max = self.steps.len().saturating_mul(8).saturating_add(1 << 16);
         let history = HistoryOptions { entries_max, stacks: StackLevel::Alloc, ..HistoryOptions::default() };
         device.allocator.record_history(Some(history))?;

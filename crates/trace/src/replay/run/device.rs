@@ -122,7 +122,7 @@ impl ReplayDevice {
         let log = Arc::new(SegmentLog::default());
         let actions = [Action::SegmentAlloc, Action::SegmentFree, Action::SegmentMap, Action::SegmentUnmap];
         let shared = Arc::clone(&log);
-        allocator.observers().attach_tracker(
+        allocator.observers().attach_history_tracker(
             &actions,
             Arc::new(move |_, event| {
                 let entry = SegmentAction { action: event.action, addr: event.addr, bytes: event.size };

@@ -69,7 +69,7 @@ pub struct ObserverId(u64);
 /// The observers of one allocator. In a forked child there are none, and none can be attached.
 #[derive(Default)]
 pub struct Observers {
-    trackers: List<(ActionSet, Tracker)>,
+    trackers: List<(ActionSet, Entries, Tracker)>,
     /// The actions that any tracker sees.
     tracked: AtomicU16,
     ooms: List<OomObserver>,
@@ -87,9 +87,19 @@ pub struct Observers {
 }
 
 impl Observers {
-    /// Calls `tracker` for every entry with one of `actions` ([`Action::ALL`] for all).
+    /// Calls `tracker` for every entry with one of `actions` ([`Action::ALL`] for all). Pages beside each other that
+    /// are mapped, or taken, by one call are one entry.
     pub fn attach_tracker(&self, actions: &[Action], tracker: Tracker) -> ObserverId {
-        let id = self.trackers.add(self.next_id(), (ActionSet::of(actions), tracker));
+        self.add_tracker((ActionSet::of(actions), Entries::Ranges, tracker))
+    }
+
+    /// As [`attach_tracker`](Self::attach_tracker), with every page by itself, as snapshots have them.
+    pub fn attach_history_tracker(&self, actions: &[Action], tracker: Tracker) -> ObserverId {
+        self.add_tracker((ActionSet::of(actions), Entries::Pages, tracker))
+    }
+
+    fn add_tracker(&self, tracker: (ActionSet, Entries, Tracker)) -> ObserverId {
+        let id = self.trackers.add(self.next_id(), tracker);
         self.count_tracked();
         id
     }
@@ -146,13 +156,14 @@ impl Observers {
 
     /// Calls the trackers.
     pub(crate) fn track(&self, device: DeviceId, entries: &[HistoryEntry]) {
-        let (trackers, entries) = (self.trackers.all(), merge_runs(entries));
+        let (trackers, ranges) = (self.trackers.all(), merge_runs(entries));
         let shown = self.shown.get().copied().unwrap_or_default();
-        let changes = || entries.iter().filter_map(|entry| Some((shown.event(entry.action)?, entry.addr, entry.size)));
+        let changes = || ranges.iter().filter_map(|entry| Some((shown.event(entry.action)?, entry.addr, entry.size)));
         let told = if self.tells_ranges() { changes().collect() } else { Vec::new() };
         // Even after a tracker has panicked.
         let tell = |(event, addr, bytes)| self.range_changes(device, event, DevicePtr(addr), bytes);
-        let calls = trackers.iter().flat_map(|(actions, tracker)| {
+        let calls = trackers.iter().flat_map(|(actions, kind, tracker)| {
+            let entries = if *kind == Entries::Pages { entries } else { &*ranges };
             entries.iter().filter(|entry| actions.has(entry.action)).map(move |entry| (tracker, entry))
         });
         let calls = calls.map(Call::Tracker).chain(told.into_iter().map(Call::Range));
@@ -185,7 +196,7 @@ impl Observers {
     fn count_tracked(&self) {
         let ranges = [Action::SegmentAlloc, Action::SegmentMap, Action::SegmentUnmap];
         let of_ranges = if self.tells_ranges() { ActionSet::of(&ranges).0 } else { 0 };
-        let all = self.trackers.all().iter().fold(of_ranges, |all, (actions, _)| all | actions.0);
+        let all = self.trackers.all().iter().fold(of_ranges, |all, (actions, ..)| all | actions.0);
         self.tracked.store(all, Ordering::Relaxed);
     }
 
@@ -226,6 +237,15 @@ impl fmt::Debug for Observers {
             .field("range_observers", &self.ranges.all().len())
             .finish()
     }
+}
+
+/// What a tracker gets for pages beside each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Entries {
+    /// One entry.
+    Ranges,
+    /// An entry for each.
+    Pages,
 }
 
 /// One call of a callback.
