@@ -1,8 +1,8 @@
 //! The rules by which processes divide a card, as functions of what their entries say. No words, no driver, no clock
 //! here: `admission.rs` reads the entries and asks these.
 //!
-//! - What all may have together is what the driver has free, and what they hold. A part of what is free stays for memory
-//!   that no allocator has, unless a process has not got what it is guaranteed.
+//! - What all may have together is what the driver has free, and what they hold. A part of what is free stays for
+//!   memory that no allocator has, unless a process has not got what it is guaranteed.
 //! - Of that, each process owns the larger of its grant and its guarantee. A grant grows only into what nobody owns: so
 //!   a process always gets up to its guarantee, as long as nobody else takes memory of the card.
 //! - A process that joins may be guaranteed more than the others leave. Of its guarantee it *keeps* what was there for
