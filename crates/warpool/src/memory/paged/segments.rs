@@ -142,14 +142,15 @@ pub(super) fn release_segment(
         if !waited {
             return Ok(false);
         }
+        // Before other processes are told: an observer may take long, and the memory is not free meanwhile.
+        let tell = |event| device.observers().range_changes(device.id, event, DevicePtr(base), bytes);
+        tell(RangeEvent::Unmapping);
         {
             let mut table = lock(&device.pages);
             table.begin_return(bytes);
             is_returning.set(true);
             device.will_hold(table.bytes_held());
         }
-        let tell = |event| device.observers().range_changes(device.id, event, DevicePtr(base), bytes);
-        tell(RangeEvent::Unmapping);
         let freed = source.free(device, DevicePtr(base), bytes, stream);
         if freed.is_err() {
             tell(RangeEvent::Mapped);
